@@ -1,0 +1,245 @@
+"""What users call: tensors in, `Partial`s out. Describes, chooses, runs; holds no arithmetic but merge's one line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._errors import DtypeError, OptionError, ShapeError
+from .backends.plan import Plan
+from .mask import Mask
+from .ops import run
+from .positions import Positions
+from .problem import Inputs, Options, Partial
+from .ragged import Ragged
+from .request import EXTRAS, Request
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    positions: tuple[Positions, Positions] | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention, exact, without storing the n×s matrix of scores.
+
+        s[i, j] = cap(scale·q[i]·k[j] + bias[i, j] − alibi·|i − j|)      hidden where not mask.keep(i, j)
+        o[i]    = Σ_j drop(softmax_j(s[i, j]))·v[j]                      cap(x) = softcap·tanh(x / softcap)
+
+    Shapes      q "b n h d" · k "b s g d" · v "b s g e" → o "b n h e"; h % g == 0, query head x reads key head x // (h // g);
+                alibi slopes "h" or "b h" · bias broadcasts to "b h n s" · sink "h"
+    Options     scale defaults to d**-0.5 (a tensor, 0-d or "h", is learnable) · sink: one more logit a head, which takes
+                probability but has no value · dropout: chance in [0, 1) by which a probability is dropped, a function of
+                (seed, b, h, i, j) alone; seed None draws one from torch's generator · positions of q's and k's rows, by
+                default q's last row at k's last · backend None chooses
+    Numerics    accumulates in float32 (float64 for float64); a row that sees no key gives 0 and gradients 0; what a hidden
+                key or value holds, NaN included, is never read into a result
+    Memory      O(n + s) beside inputs, output and gradients; see `plan`
+    Gradients   of q, k, v, bias, alibi, sink and a tensor scale; of any order (beyond the first with O(n·s) memory)
+    Errors      ShapeError, OptionError (ValueError) and DtypeError (TypeError) naming the axis and both shapes, before
+                anything runs; Unsupported with every reason if `backend` was named and refuses
+    Spec        `reference.plain.attention`, the definition; `softmax.absorb`, the loop
+    Source      Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, section 3
+
+    >>> q, k, v = torch.randn(2, 5, 8, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 24)
+    >>> attention(q, k, v, mask=Causal() & Window(left=3)).shape
+    torch.Size([2, 5, 8, 24])
+    """
+    return attention_with_lse(
+        q, k, v, mask=mask, scale=scale, softcap=softcap, alibi=alibi, bias=bias, sink=sink, dropout=dropout, seed=seed,
+        positions=positions, backend=backend, deterministic=deterministic,
+    ).o  # fmt: skip
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    positions: tuple[Positions, Positions] | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> Partial:
+    """`attention` and the log-sum-exp of each row's logits, as a `Partial` that merges with others. Both differentiable.
+
+        lse[i] = log Σ_j exp(s[i, j])        natural logarithm; the sink's logit counts; dropout does not
+
+    Shapes      o "b n h e" in the inputs' dtype · lse "b h n", float32 (float64 for float64 inputs)
+    Everything else as in `attention`.
+
+    >>> x = torch.randn(1, 6, 2, 8)
+    >>> attention_with_lse(x, x, x, mask=Causal()).lse.shape
+    torch.Size([1, 2, 6])
+    """
+    x = Inputs(q, k, v, bias, alibi, sink)
+    options = Options(mask, softcap=softcap, positions=positions, deterministic=deterministic)
+    return _call(x, options, scale, (dropout, seed), backend)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ragged: Ragged,
+    mask: Mask | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """`attention` over sequences of different lengths packed end to end; sequences never see each other.
+
+    Shapes      q "t h d" · k "t g d" · v "t g e" → o "t h e", where t of q and t of k may differ; bias broadcasts to
+                "h t t" · alibi and sink "h"; an array of a mask with an axis b has one entry a sequence
+    Positions   start at 0 in each sequence, and its last query sits at its last key; dropout counts sequences as b, so
+                packing changes no result
+    Rows past the last offset give 0 and gradients 0. Everything else as in `attention`.
+
+    >>> q = torch.randn(8, 4, 16)
+    >>> attention_varlen(q, q, q, ragged=Ragged.from_lengths([3, 5]), mask=Causal()).shape
+    torch.Size([8, 4, 16])
+    """
+    if not isinstance(ragged, Ragged):
+        raise DtypeError(f"ragged must be a tilewise Ragged such as Ragged.from_lengths([3, 5]), got {type(ragged).__name__}")
+    for name, x, axes in (("q", q, "t h d"), ("k", k, "t g d"), ("v", v, "t g e")):
+        if isinstance(x, Tensor) and x.dim() != 3:
+            raise ShapeError(f"{name} must have the three axes '{axes}', got {x.dim()}: {tuple(x.shape)}")
+    _check_tensors(Inputs(q, k, v))
+    x = Inputs(q[None], k[None], v[None], bias, alibi, sink)
+    options = Options(mask, softcap=softcap, ragged=ragged, deterministic=deterministic)
+    return _call(x, options, scale, (dropout, seed), backend).o[0]
+
+
+def merge(*partials: Partial | tuple[Tensor, Tensor]) -> Partial:
+    """Attention over the union of disjoint sets of keys, from attention over each, in any order. Differentiable.
+
+        L = log Σ_a exp(L_a)        o = Σ_a exp(L_a − L)·o_a
+
+    Shapes      o "b n h e" · lse "b h n" (or "n h e" and "h n"), each the same throughout
+    Numerics    in the dtype of lse; (0, -inf) is neutral, and what a partial with lse = -inf holds in o is not read
+    Source      Dao 2023, FlashAttention-2, section 3.1
+
+    >>> x = torch.randn(1, 6, 2, 8)
+    >>> halves = (attention_with_lse(x, x[:, part], x[:, part]) for part in (slice(0, 2), slice(2, 6)))
+    >>> torch.allclose(merge(*halves).o, attention(x, x, x), atol=1e-6)
+    True
+    """
+    if not partials:
+        raise OptionError("merge needs at least one partial")
+    for index, (o, lse) in enumerate(partials):
+        first = partials[0]
+        if o.shape[:-1] != lse.transpose(-1, -2).shape:
+            raise ShapeError(f"partial {index}: o {tuple(o.shape)} '… n h e' does not fit lse {tuple(lse.shape)} '… h n'")
+        if o.shape != first[0].shape:
+            raise ShapeError(f"partial {index}: o {tuple(o.shape)} differs from the first, {tuple(first[0].shape)}")
+    lses = torch.stack([lse for _, lse in partials])
+    top = lses.detach().amax(0)
+    weights = torch.exp(lses - torch.where(top == -torch.inf, 0, top))
+    total = weights.sum(0)
+    nothing = total == 0
+    safe = torch.where(nothing, 1, total)
+    shares = (weights / safe).transpose(-1, -2)[..., None]
+    o = sum(torch.where(share == 0, 0, share * o.to(share.dtype)) for share, (o, _) in zip(shares, partials, strict=True))
+    lse = torch.where(nothing, -torch.inf, torch.where(nothing, 0, top) + torch.log(safe))
+    assert isinstance(o, Tensor)
+    return Partial(o.to(partials[0][0].dtype), lse)
+
+
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    positions: tuple[Positions, Positions] | None = None,
+    ragged: Ragged | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> Plan:
+    """What `attention` would run on these arguments, why, and what it costs; print it. Computes nothing.
+
+    >>> x = torch.randn(1, 1024, 8, 64)
+    >>> print(plan(x, x, x, mask=Causal()))
+    backend   torch on cpu, float32
+    problem   b=1 n=1024 s=1024 h=8 g=8 d=64 e=64, mask INTERVAL
+    tiles     256 × 512: visits 48 of 64 (16 FULL, 32 PARTIAL, 16 EMPTY)
+    forward   1.611 GFLOP, 18.91 MB (storing the scores: 142.61 MB)
+    backward  5.637 GFLOP, 42.21 MB (storing the scores: 257.95 MB)
+    workspace 12.0 MiB beside inputs, outputs and gradients
+    """
+    from .backends import make_plan
+
+    x = Inputs(q, k, v, bias, alibi, sink)
+    if ragged is not None:
+        x = Inputs(q[None], k[None], v[None], bias, alibi, sink)
+    _check_tensors(x)
+    options = Options(mask, None, softcap, None, positions, ragged, deterministic)
+    return make_plan(_request(x, options, (dropout, 0), backend).problem(x), backend)
+
+
+def _call(x: Inputs[Tensor], options: Options, scale: float | Tensor | None, dropout: tuple, backend: str | None) -> Partial:
+    """Run one call: autocast and a tensor scale are applied here, all else is the request's."""
+    _check_tensors(x)
+    kind = x.q.device.type
+    if torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x = Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), x.bias, x.alibi, x.sink)
+    if isinstance(scale, Tensor):
+        if scale.dim() > 1 or (scale.dim() == 1 and x.q.dim() == 4 and scale.shape[0] != x.q.shape[2]):
+            raise ShapeError(f"axis h: scale {tuple(scale.shape)} must be one number, or one a query head of q {tuple(x.q.shape)}")
+        x.q, scale = x.q * scale.to(x.q.dtype).unsqueeze(-1), 1.0
+    options = Options(
+        options.mask, scale, options.softcap, None, options.positions, options.ragged, options.deterministic
+    )
+    return run(x, _request(x, options, dropout, backend))
+
+
+def _request(x: Inputs[Tensor], options: Options, dropout: tuple, backend: str | None) -> Request:
+    rate, seed = dropout
+    if not 0 <= rate < 1:
+        raise OptionError(f"dropout must lie in [0, 1), got {rate}")
+    if rate == 0:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(2**63 - 1, ())
+    elif not isinstance(seed, Tensor):
+        seed = torch.full((), seed, dtype=torch.int64)
+    if options.mask is not None and not isinstance(options.mask, Mask):
+        raise DtypeError(f"mask must be a tilewise mask such as Causal() or Where(table), got {type(options.mask).__name__}")
+    return Request(options, rate, seed, tuple(name for name in EXTRAS if getattr(x, name) is not None), backend)
+
+
+def _check_tensors(x: Inputs[Tensor]) -> None:
+    for name, tensor in x.present():
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")

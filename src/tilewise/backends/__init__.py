@@ -1,0 +1,55 @@
+"""The machines. Each backend is a folder that knows nothing of the others; this file only puts them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from .._errors import OptionError, Unsupported
+from ..problem import Inputs, Partial, Problem
+from .plan import Config, Plan
+
+ORDER = ("torch",)
+"""Every backend, fastest first: the first that does not refuse runs."""
+
+
+class Backend(Protocol):
+    """What a backend must be: a module `tilewise.backends.<name>` with these functions."""
+
+    def why_not(self, problem: Problem) -> tuple[str, ...]:
+        """The reasons why this backend cannot run `problem`; empty where it can."""
+        ...
+
+    def configure(self, problem: Problem) -> Config:
+        """How to run it: sizes that change speed and memory, never the result beyond rounding."""
+        ...
+
+    def forward(self, problem: Problem, x: Inputs[Any], config: Any) -> Partial:
+        """o "b n h e" in the inputs' dtype and lse "b h n" in float32 (float64 for float64)."""
+        ...
+
+    def backward(
+        self, problem: Problem, x: Inputs[Any], saved: Partial, grads: Partial, config: Any, needs: Sequence[str]
+    ) -> Inputs[Any]:
+        """The gradients named in `needs`, recomputed from (o, lse); the other fields are not read."""
+        ...
+
+
+def load(name: str) -> Backend:
+    """The backend called `name`; its own dependencies are imported only now."""
+    if name not in ORDER:
+        raise OptionError(f"backend {name!r} is unknown; there are {', '.join(map(repr, ORDER))}")
+    return import_module(f"{__name__}.{name}")  # type: ignore[return-value]
+
+
+def make_plan(problem: Problem, name: str | None = None) -> Plan:
+    """The plan of the named backend, or of the first that does not refuse; `Unsupported` with every reason otherwise."""
+    refused: list[tuple[str, tuple[str, ...]]] = []
+    for candidate in ORDER if name is None else (name,):
+        backend = load(candidate)
+        reasons = backend.why_not(problem)
+        if not reasons:
+            return Plan(candidate, problem, backend.configure(problem), tuple(refused))
+        refused.append((candidate, reasons))
+    raise Unsupported(name or "any", [f"{n}: {r}" if name is None else r for n, reasons in refused for r in reasons])

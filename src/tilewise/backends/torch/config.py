@@ -1,0 +1,43 @@
+"""How many rows, columns and heads one step holds: memory and speed, never the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import Problem
+from ...tiles import TileShape
+
+SCORES = 2**19
+"""Scores alive in one step, over all its heads: 2 MiB in float32, about what one core's L2 holds."""
+
+TILE = 2**17
+"""Scores of one head in one step."""
+
+LIVE = 6
+"""Score-sized arrays alive at once at the worst moment of backward: s, p, dp, ds, keep and a temporary."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """`batch` entries × `key_heads` key heads (with their query heads) step together through tiles of `shape`."""
+
+    shape: TileShape
+    batch: int
+    key_heads: int
+    scores: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory of one step's scores, in the widest dtype that accumulates."""
+        return self.scores * LIVE * 4
+
+
+def configure(problem: Problem) -> Config:
+    """Tiles of 256 × 512, wider where there are few rows, and as many heads at once as `SCORES` allows."""
+    block_m = min(max(problem.n, 1), 256)
+    block_n = min(max(problem.s, 1), TILE // block_m)
+    scores = block_m * block_n * problem.group
+    together = max(1, SCORES // scores)
+    key_heads = min(problem.g, together)
+    batch = max(1, min(problem.b, together // key_heads))
+    return Config(TileShape(block_m, block_n), batch, key_heads, scores * key_heads * batch)

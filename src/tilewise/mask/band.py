@@ -1,0 +1,81 @@
+"""Masks that are a band around the diagonal: their interval is arithmetic on the query's own position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._errors import OptionError
+from .._typing import Array
+from .base import FOREVER, Align, Encoded, Mask
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        return (i == i) & (j == j)
+
+    def encode(self) -> Encoded:
+        return Encoded("full()", [], [])
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Query at position i sees keys at positions j ≤ i.
+
+    `align` says where the query rows sit when n ≠ s. "bottom-right": the last query is at the last key; "top-left": the
+    first query is at the first key. For n = 2, s = 4:
+
+        bottom-right  1 1 1 0      top-left  1 0 0 0
+                      1 1 1 1                1 1 0 0
+    """
+
+    align: Align = "bottom-right"
+
+    def __post_init__(self) -> None:
+        if self.align not in ("bottom-right", "top-left"):
+            raise OptionError(f"Causal: align must be 'bottom-right' or 'top-left', got {self.align!r}")
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        return j <= i
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.full_like(i, -FOREVER), i + 1
+
+    def encode(self) -> Encoded:
+        return Encoded("causal()" if self.align == "bottom-right" else "causal('top-left')", [], [])
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Query at position i sees `left` other keys before it, itself, and `right` other keys after it. None: no limit.
+
+    Window(left=1, right=0) for n = s = 4:      1 0 0 0
+                                                1 1 0 0
+                                                0 1 1 0
+                                                0 0 1 1
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in (("left", self.left), ("right", self.right)):
+            if size is not None and size < 0:
+                raise OptionError(f"Window: {name} counts other visible keys and cannot be negative, got {size} (None: no limit)")
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        after = (j >= i - self.left) if self.left is not None else (j == j)
+        return after & ((j <= i + self.right) if self.right is not None else (i == i))
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lo = np.full_like(i, -FOREVER) if self.left is None else i - self.left
+        return lo, np.full_like(i, FOREVER) if self.right is None else i + self.right + 1
+
+    def encode(self) -> Encoded:
+        sizes = [size for size in (self.left, self.right) if size is not None]
+        left, right = ("None" if size is None else "INT" for size in (self.left, self.right))
+        return Encoded(f"window({left}, {right})", sizes, [])

@@ -1,0 +1,171 @@
+"""Which keys a query sees, as a value. A mask answers three questions: `keep(i, j)`, the definition; `interval(b, i)`,
+the positions a row may see; and `tile(q, kv)`, whether a whole tile is EMPTY, PARTIAL or FULL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .._errors import OptionError
+from .._typing import Array
+from ..positions import Dense, Layout, Positions
+
+FOREVER = 1 << 60
+Align = Literal["bottom-right", "top-left"]
+
+
+class Tile(IntEnum):
+    """What a mask leaves of a tile: nothing, some of it, or all of it."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class Encoded(NamedTuple):
+    """A mask taken apart for an operator's schema: text with INT and ARRAY where the numbers and the arrays go."""
+
+    text: str
+    ints: list[int]
+    arrays: list[Array]
+
+
+class Mask:
+    """Base of every mask. Keys at positions outside `interval` are hidden; `pointwise` masks also test each pair."""
+
+    pointwise: bool = False
+    align: Align | None = None
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        """True where query position i sees key position j, of sequence b and query head h; broadcasts. The definition."""
+        raise NotImplementedError
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Key positions [lo, hi) outside which the row at position i of sequence b sees nothing."""
+        return np.full_like(i, -FOREVER), np.full_like(i, FOREVER)
+
+    def bind(self, q_start: Array, heads: int) -> Mask:
+        """This mask once it is known where the first query row sits and how many query heads there are."""
+        return self
+
+    def check(self, batch: int, heads: int) -> None:
+        """Raise `ShapeError` where an array of this mask does not fit the problem's batch or heads."""
+
+    def check_values(self) -> None:
+        """Raise `OptionError` where the numbers in an array of this mask make no sense: reads them, so it runs last."""
+
+    def encode(self) -> Encoded:
+        """The mask as text, integers and arrays; `mask.parse` is the inverse."""
+        raise NotImplementedError
+
+    def __and__(self, other: Mask) -> Mask:
+        parts = tuple(p for side in (self, other) for p in (side.parts if isinstance(side, Both) else (side,)))
+        return Both(parts)
+
+    def bounds(self, layout: Layout, b: slice, i: slice) -> tuple[np.ndarray, np.ndarray]:
+        """The interval of each row as key indices [first, past), int64 "b rows"."""
+        rows = layout.queries(b, i)
+        first, past = layout.columns(b, i, self.interval(*np.broadcast_arrays(*rows)))
+        return first, np.maximum(first, past)
+
+    def grid(self, layout: Layout, b: slice, i: slice, j: slice) -> np.ndarray:
+        """The visible pairs of one tile, bool, broadcastable to "b h rows cols"."""
+        first, past = self.bounds(layout, b, i)
+        column = np.arange(j.start, j.stop)
+        keep = ((first[..., None] <= column) & (column < past[..., None]))[:, None]
+        if not self.pointwise:
+            return keep
+        q, kv = layout.queries(b, i), layout.keys(b, j)
+        return keep & self.points(q.position[:, None, :, None], kv.position[:, None, None, :], q.sequence[:, None, :, None])
+
+    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """The pointwise part of a pointwise mask, bool, broadcastable to "b h rows cols"."""
+        raise NotImplementedError
+
+    def tiles(self, layout: Layout, b: slice, i: slice, edges: np.ndarray) -> np.ndarray:
+        """The kind of every tile of one row block, whose columns run from `edges[t]` to `edges[t+1]`. One home."""
+        first, past = self.bounds(layout, b, i)
+        lo, hi = edges[:-1], edges[1:]
+        kinds = np.full(len(lo), Tile.EMPTY)
+        if first.size == 0 or len(lo) == 0:
+            return kinds
+        near = slice(np.searchsorted(hi, first.min(), "right"), np.searchsorted(lo, past.max()))
+        lo, hi, first, past = lo[near], hi[near], first[..., None], past[..., None]
+        some = (np.minimum(past, hi) > np.maximum(first, lo)).any((0, 1))
+        every = ((first <= lo) & (hi <= past)).all((0, 1))
+        kinds[near] = np.where(some, np.where(every, Tile.FULL, Tile.PARTIAL), Tile.EMPTY)
+        if self.pointwise:
+            for t in np.flatnonzero(kinds):
+                keep = self.grid(layout, b, i, slice(edges[t], edges[t + 1]))
+                kinds[t] = Tile.FULL if keep.all() else Tile.PARTIAL if keep.any() else Tile.EMPTY
+        return kinds
+
+    def tile(self, q: Positions, kv: Positions, batch: int = 1) -> Tile:
+        """EMPTY, PARTIAL or FULL: what this mask leaves of the tile of these query and key positions.
+
+        >>> Causal().tile(Positions(4, start=8), Positions(4)).name
+        'FULL'
+        """
+        everything = slice(0, batch), slice(0, q.count), np.array([0, kv.count])
+        return Tile(self.tiles(Dense(batch, q, kv), *everything)[0] if q.count and kv.count else Tile.EMPTY)
+
+    @property
+    def kind(self) -> str:
+        """All a kernel needs to know: NONE, INTERVAL (two integers a row) or TABLE (a tile table and a point test)."""
+        return "TABLE" if self.pointwise else "NONE" if isinstance(self, Full) else "INTERVAL"
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """`a & b`: visible where every part says so. Intervals meet by max and min; pointwise parts are tested on top."""
+
+    parts: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        aligns = {p.align for p in self.parts if p.align is not None}
+        if len(aligns) > 1:
+            raise OptionError("a mask cannot be aligned bottom-right and top-left at once: " + repr(self))
+
+    @property
+    def pointwise(self) -> bool:  # type: ignore[override]
+        return any(p.pointwise for p in self.parts)
+
+    @property
+    def align(self) -> Align | None:  # type: ignore[override]
+        return next((p.align for p in self.parts if p.align is not None), None)
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        keep = self.parts[0].keep(i, j, b, h)
+        for part in self.parts[1:]:
+            keep = keep & part.keep(i, j, b, h)
+        return keep
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lo, hi = self.parts[0].interval(b, i)
+        for part in self.parts[1:]:
+            first, past = part.interval(b, i)
+            lo, hi = np.maximum(lo, first), np.minimum(hi, past)
+        return lo, hi
+
+    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray) -> np.ndarray:
+        tests = [part.points(i, j, b) for part in self.parts if part.pointwise]
+        return np.logical_and.reduce(np.broadcast_arrays(*tests)) if len(tests) > 1 else tests[0]
+
+    def bind(self, q_start: Array, heads: int) -> Mask:
+        return Both(tuple(part.bind(q_start, heads) for part in self.parts))
+
+    def check(self, batch: int, heads: int) -> None:
+        for part in self.parts:
+            part.check(batch, heads)
+
+    def check_values(self) -> None:
+        for part in self.parts:
+            part.check_values()
+
+    def encode(self) -> Encoded:
+        parts = [part.encode() for part in self.parts]
+        ints = [x for part in parts for x in part.ints]
+        return Encoded(" & ".join([part.text for part in parts]), ints, [x for part in parts for x in part.arrays])

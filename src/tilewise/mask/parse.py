@@ -1,0 +1,66 @@
+"""A mask from text, parsed and never evaluated: the command line's `"causal & window(left=3)"` and what operators carry."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from .._errors import OptionError
+from .._typing import Array
+from .band import Causal, Full, Window
+from .base import Mask
+from .sequence import Chunked, Documents, Lengths, Prefix
+from .where import Where, function
+
+_MASKS: dict[str, type[Mask]] = {
+    m.__name__.lower(): m for m in (Full, Causal, Window, Prefix, Documents, Chunked, Lengths, Where)
+}
+
+
+def parse(text: str, ints: Sequence[int] = (), arrays: Sequence[Array] = ()) -> Mask:
+    """The mask that `text` describes; each INT and ARRAY in it takes the next of `ints` and `arrays`.
+
+    >>> parse("causal & window(left=3)")
+    Both(parts=(Causal(align='bottom-right'), Window(left=3, right=None)))
+    """
+    return _Reader(iter(ints), iter(arrays), text).mask(_tree(text))
+
+
+@lru_cache(maxsize=256)
+def _tree(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise OptionError(f"mask {text!r} cannot be read: {error.msg}") from None
+
+
+class _Reader:
+    """Reads one mask expression: names, calls with literal arguments, and `&` between them."""
+
+    def __init__(self, ints: Iterator[int], arrays: Iterator[Array], text: str) -> None:
+        self.ints, self.arrays, self.text = ints, arrays, text
+
+    def mask(self, node: ast.expr) -> Mask:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
+            return self.mask(node.left) & self.mask(node.right)
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name not in _MASKS:
+            raise OptionError(f"mask {self.text!r}: expected one of {', '.join(_MASKS)}, got {ast.unparse(call.func)!r}")
+        args = [self.value(a) for a in call.args]
+        keywords = {str(k.arg): self.value(k.value) for k in call.keywords}
+        if name == "where" and isinstance(args[0] if args else None, int):
+            args[0] = function(args[0])
+        try:
+            return _MASKS[name](*args, **keywords)
+        except TypeError as error:
+            raise OptionError(f"mask {self.text!r}: {str(error).replace('.__init__()', '')}") from None
+
+    def value(self, node: ast.expr) -> Array:
+        if isinstance(node, ast.Name) and node.id in ("INT", "ARRAY"):
+            return next(self.ints if node.id == "INT" else self.arrays)
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            raise OptionError(f"mask {self.text!r}: {ast.unparse(node)!r} is not a number, a list or a string") from None

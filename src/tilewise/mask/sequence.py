@@ -1,0 +1,184 @@
+"""Masks that depend on which sequence, chunk or document a position lies in: one interval a row, looked up or counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._errors import OptionError, ShapeError
+from .._typing import Array
+from ..positions import host
+from .base import FOREVER, Encoded, Mask
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """Prefix language model: the first `length` keys are visible to all, the rest causally. `length`: int or "b"."""
+
+    length: Array
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int) and not hasattr(self.length, "shape"):
+            object.__setattr__(self, "length", np.asarray(self.length))
+        if isinstance(self.length, int) and self.length < 0:
+            raise OptionError(f"Prefix: length cannot be negative, got {self.length}")
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        return (j <= i) | (j < _of_sequence(self.length, b))
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.full_like(i, -FOREVER), np.maximum(i + 1, _of_sequence(self.length, b))
+
+    def check(self, batch: int, heads: int) -> None:
+        _check_batch("Prefix: length", self.length, batch, axes="b")
+
+    def encode(self) -> Encoded:
+        return Encoded("prefix(ARRAY)", [], [self.length]) if hasattr(self.length, "shape") else Encoded("prefix(INT)", [self.length], [])
+
+
+@dataclass(frozen=True)
+class Chunked(Mask):
+    """Positions are cut into chunks of `size`; a query sees its own chunk. Combine with `Causal()` for chunked causal."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise OptionError(f"Chunked: size must be at least 1, got {self.size}")
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        return i // self.size == j // self.size
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first = i // self.size * self.size
+        return first, first + self.size
+
+    def encode(self) -> Encoded:
+        return Encoded("chunked(INT)", [self.size], [])
+
+
+@dataclass(frozen=True)
+class Lengths(Mask):
+    """Padding: sequence b has `kv[b]` real keys, at positions `first[b]` onwards (0 where not given: padding right)."""
+
+    kv: Array
+    first: Array | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv", "first"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "shape"):
+                object.__setattr__(self, name, np.atleast_1d(np.asarray(value)))
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        first, past = self._span(b)
+        return (first <= j) & (j < past) & (i == i)
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first, past = self._span(b)
+        return first + 0 * i, past + 0 * i
+
+    def _span(self, b: Array) -> tuple[Array, Array]:
+        first = 0 if self.first is None else _of_sequence(self.first, b)
+        return first, first + _of_sequence(self.kv, b)
+
+    def check(self, batch: int, heads: int) -> None:
+        _check_batch("Lengths: kv", self.kv, batch, axes="b")
+        _check_batch("Lengths: first", self.first, batch, axes="b")
+
+    def encode(self) -> Encoded:
+        if self.first is None:
+            return Encoded("lengths(ARRAY)", [], [self.kv])
+        return Encoded("lengths(ARRAY, ARRAY)", [], [self.kv, self.first])
+
+
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Packed documents: position x belongs to document `ids[x]`, and a query sees its own document only.
+
+    Shapes  ids: "s" or "b s", integers; each document is one run of equal ids; a negative id is padding that neither
+            sees nor is seen, as is every position outside [0, s)
+
+    >>> Documents.from_lengths([2, 3]).ids
+    array([0, 0, 1, 1, 1])
+    """
+
+    ids: Array
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.ids, "shape"):
+            object.__setattr__(self, "ids", np.asarray(self.ids))
+        if len(self.ids.shape) not in (1, 2):
+            raise ShapeError(f"Documents: ids must be 's' or 'b s', got {tuple(self.ids.shape)}")
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> Documents:
+        return cls(np.repeat(np.arange(len(lengths)), lengths))
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Array) -> Documents:
+        """A new document starts wherever `position_ids` ("s" or "b s") does not go up by one."""
+        before = position_ids[..., :1] - 1
+        step = position_ids.diff(prepend=before) if hasattr(position_ids, "diff") else np.diff(position_ids, prepend=before)
+        return cls((step != 1).cumsum(-1))
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        mine, theirs = self._id(i, b), self._id(j, b)
+        return (mine == theirs) & (mine >= 0)
+
+    def _id(self, x: Array, b: Array) -> Array:
+        ids = np.atleast_2d(host(self.ids))
+        if ids.shape[1] == 0:
+            return 0 * x - 1
+        inside = (x >= 0) & (x < ids.shape[1])
+        return np.where(inside, ids[b % len(ids), np.where(inside, x, 0)], -1)
+
+    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.atleast_2d(host(self.ids))
+        size = ids.shape[1]
+        if size == 0:
+            return np.zeros_like(i), np.zeros_like(i)
+        starts = np.concatenate([np.ones((len(ids), 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+        index = np.broadcast_to(np.arange(size), ids.shape)
+        first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        ends = np.concatenate([starts[:, 1:], np.ones((len(ids), 1), bool)], axis=1)
+        past = np.minimum.accumulate(np.where(ends, index + 1, size)[:, ::-1], axis=1)[:, ::-1]
+        inside = (i >= 0) & (i < size)
+        at = b % len(ids), np.where(inside, i, 0)
+        seen = inside & (ids[at] >= 0)
+        return np.where(seen, first[at], 0), np.where(seen, past[at], 0)
+
+    def check(self, batch: int, heads: int) -> None:
+        _check_batch("Documents: ids", self.ids, batch, axes="b s")
+
+    def check_values(self) -> None:
+        """Raise unless every document is one run of equal ids."""
+        for row in np.atleast_2d(host(self.ids)):
+            runs = row[np.concatenate([[True], row[1:] != row[:-1]])] if row.size else row
+            runs = runs[runs >= 0]
+            if len(np.unique(runs)) != len(runs):
+                raise OptionError("Documents: each document must be one run of equal ids; an id comes back after another")
+
+    def encode(self) -> Encoded:
+        return Encoded("documents(ARRAY)", [], [self.ids])
+
+
+def _of_sequence(value: Array, b: Array) -> Array:
+    """The entry of sequence b: an int holds for all, an array "b" (or of one entry) is looked up."""
+    if not hasattr(value, "shape"):
+        return value
+    value = host(value).astype(np.int64)
+    return value[b % len(value)] if len(value) else 0 * b
+
+
+def _check_batch(name: str, value: Array | None, batch: int, axes: str) -> None:
+    """Raise unless `value` is an int, an array of the last axis alone, or one row for each batch entry."""
+    if not hasattr(value, "shape"):
+        return
+    shape = tuple(value.shape)
+    if len(shape) not in ({1} if axes == "b" else {1, 2}):
+        raise ShapeError(f"{name} must be '{axes}', got {shape}")
+    if len(shape) == len(axes.split()) and shape[0] not in (1, batch):
+        raise ShapeError(f"axis b: {name} {shape} does not fit a batch of {batch}")

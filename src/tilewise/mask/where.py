@@ -1,0 +1,90 @@
+"""The mask for everything else: a point test or a dense table of which pairs are visible."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from .._errors import DtypeError, OptionError, ShapeError
+from .._typing import Array
+from ..positions import affine, host
+from .base import Encoded, Mask
+
+_functions: weakref.WeakValueDictionary[int, Callable[..., Array]] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Where(Mask):
+    """Visible where `test` says so: a function of positions, or a boolean table of rows and columns.
+
+    A function `test(b, h, i, j)` gets integer arrays that broadcast to "b h rows cols" (sequence, query head, query
+    position, key position) and is asked tile by tile: no n×s table is ever made. A table broadcasts to "b h n s".
+    `start` is the position of a table's first row: where the first query row sits unless given.
+
+    >>> Where(lambda b, h, i, j: (i + j) % 2 == 0).keep(1, 3)
+    True
+    """
+
+    test: Array | Callable[..., Array]
+    start: int | None = None
+    heads: int = 1
+
+    pointwise = True
+
+    def __post_init__(self) -> None:
+        if callable(self.test):
+            return
+        if not hasattr(self.test, "shape"):
+            object.__setattr__(self, "test", np.asarray(self.test))
+        if str(self.test.dtype).removeprefix("torch.") != "bool":
+            raise DtypeError(f"Where: a table must be boolean (True: visible), got {self.test.dtype}; add numbers with bias=")
+        if not 2 <= len(self.test.shape) <= 4:
+            raise ShapeError(f"Where: a table must broadcast to 'b h n s', got {tuple(self.test.shape)}")
+
+    def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
+        if callable(self.test):
+            return self.test(b, h, i, j)
+        table = self._table
+        index = (b, h, i - (self.start or 0), j)
+        return table[tuple(x % size if size == 1 else x for x, size in zip(index, table.shape, strict=True))]
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """The table on the host, with all four axes."""
+        table = host(self.test)
+        return table.reshape((1,) * (4 - table.ndim) + table.shape)
+
+    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(self.keep(i, j, b, np.arange(self.heads)[None, :, None, None]), dtype=bool)
+
+    def bind(self, q_start: Array, heads: int) -> Mask:
+        if callable(self.test) or self.start is not None:
+            return replace(self, heads=heads)
+        if not affine(q_start):
+            raise OptionError("Where: a table needs start= where query positions differ by batch entry or are packed; or use a function")
+        return replace(self, start=q_start, heads=heads)
+
+    def check(self, batch: int, heads: int) -> None:
+        shape = (1, 1) if callable(self.test) else (1,) * (4 - len(self.test.shape)) + tuple(self.test.shape)
+        for axis, have, want in (("b", shape[0], batch), ("h", shape[1], heads)):
+            if have not in (1, want):
+                raise ShapeError(f"axis {axis}: Where table {tuple(self.test.shape)} does not broadcast to {want}")
+
+    def encode(self) -> Encoded:
+        start = ", INT" if self.start is not None else ""
+        ints = [self.start] if self.start is not None else []
+        if callable(self.test):
+            _functions[id(self.test)] = self.test
+            return Encoded(f"where(INT{start})", [id(self.test), *ints], [])
+        return Encoded(f"where(ARRAY{start})", ints, [self.test])
+
+
+def function(handle: int) -> Callable[..., Array]:
+    """The point test behind an encoded handle, as long as somebody holds it."""
+    if handle not in _functions:
+        raise OptionError(f"Where: no function is known as {handle}; pass Where a function or a boolean table")
+    return _functions[handle]

@@ -1,0 +1,165 @@
+"""The torch contract: operators with schemas, shapes without values, and derivatives of any order. Whatever runs is chosen
+when an operator executes, so this file imports no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .problem import Inputs, Partial, Problem
+from .request import Request, Wire
+
+NAMES = ("q", "k", "v")
+
+
+@torch.library.custom_op("tilewise::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Sequence[Tensor],
+    arrays: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    text: str,
+) -> tuple[Tensor, Tensor]:
+    """o "b n h e" and lse "b h n". `extras` are bias, alibi and sink where given; the rest is a `request.Wire`."""
+    request = Request.decode(Wire(list(arrays), list(ints), list(floats), text))
+    x = request.inputs(q, k, v, list(extras))
+    plan = _plan(request, x)
+    with torch.autocast(q.device.type, enabled=False):
+        return tuple(plan[0].forward(plan[1], x, plan[2]))  # type: ignore[return-value]
+
+
+@attention.register_fake
+def _(q, k, v, extras, arrays, ints, floats, text):  # noqa: ANN001, ANN202
+    request = Request.decode(Wire(arrays, ints, floats, text))
+    problem = Problem.describe(request.inputs(q, k, v, extras), request.options)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(problem.b, problem.n, problem.h, problem.e), q.new_empty(problem.b, problem.h, problem.n, dtype=wide)
+
+
+@torch.library.custom_op("tilewise::attention_backward", mutates_args=())
+def attention_backward(
+    grads: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    arrays: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    text: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients that `needs` asks for, of q, k, v and the extras in that order. grads: do, dlse; saved: o, lse, q, k, v,
+    extras."""
+    request = Request.decode(Wire(list(arrays), list(ints), list(floats), text))
+    o, lse, q, k, v, *extras = saved
+    x, wanted = request.inputs(q, k, v, extras), _wanted(request, needs)
+    backend, problem, config = _plan(request, x)
+    with torch.autocast(q.device.type, enabled=False):
+        out = backend.backward(problem, x, Partial(o, lse), Partial(*grads), config, wanted)
+    return [getattr(out, name) for name in wanted]
+
+
+@attention_backward.register_fake
+def _(grads, saved, arrays, ints, floats, text, needs):  # noqa: ANN001, ANN202
+    return [x.new_empty(x.shape) for x, wanted in zip(saved[2:], needs, strict=True) if wanted]
+
+
+def run(x: Inputs[Tensor], request: Request) -> Partial:
+    """o and lse of a call: the operator, or inside forward-mode differentiation the same fold in ordinary operations."""
+    wire = request.encode(x.q.device)
+    extras = [getattr(x, name) for name in request.extras]
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        return _differentiable(x, wire)
+    return Partial(*attention(x.q, x.k, x.v, extras, *wire))
+
+
+def _plan(request: Request, x: Inputs[Tensor]) -> tuple[Any, Problem, Any]:
+    """The backend, problem and configuration of a call on real tensors."""
+    from . import backends
+
+    plan = backends.make_plan(request.problem(x), request.backend)
+    return backends.load(plan.backend), plan.problem, plan.config
+
+
+def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
+    """Attention as ordinary operations: what derivatives beyond the first are taken of."""
+    from .backends.torch import differentiable
+
+    return differentiable(Request.decode(wire).problem(x), x)
+
+
+def _wanted(request: Request, needs: Sequence[bool]) -> list[str]:
+    return [name for name, need in zip((*NAMES, *request.extras), needs, strict=True) if need]
+
+
+def _nothing(arguments: Sequence[Any]) -> list[Any]:
+    """No gradient, in the structure that torch wants: an empty list for an empty list."""
+    return [[] if isinstance(a, list | tuple) and not a else None for a in arguments]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, extras, arrays, *rest = inputs
+    ctx.save_for_backward(*output, q, k, v, *extras, *arrays)
+    ctx.extras, ctx.wire = len(extras), rest
+    ctx.request = Request.decode(Wire(list(arrays), *rest))  # holds a Where function until backward has run
+
+
+def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple:
+    split = 5 + ctx.extras
+    saved, arrays = list(ctx.saved_tensors[:split]), list(ctx.saved_tensors[split:])
+    needs = [*ctx.needs_input_grad[:3], *([True] * ctx.extras)]
+    found = iter(attention_backward([do, dlse], saved, arrays, *ctx.wire, needs))
+    dq, dk, dv, *extras = [next(found) if need else None for need in needs]
+    return dq, dk, dv, extras, [None] * len(arrays), *_nothing(ctx.wire)
+
+
+def _save_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    grads, saved, arrays, *rest = inputs
+    ctx.save_for_backward(*grads, *saved[2:], *arrays)
+    ctx.extras, (*ctx.wire, ctx.needs) = len(saved) - 5, rest
+    ctx.request = Request.decode(Wire(list(arrays), *ctx.wire))
+
+
+def _double_backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    """The derivative of the backward pass, as that of the gradient of the differentiable fold. o and lse are functions of
+    the inputs here, so nothing flows through the saved ones."""
+    split = 5 + ctx.extras
+    tensors, arrays = list(ctx.saved_tensors[:split]), list(ctx.saved_tensors[split:])
+    with torch.enable_grad():
+        do, dlse, *xs = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+        x = ctx.request.inputs(*xs[:3], xs[3:])
+        partial = _differentiable(x, Wire(arrays, *ctx.wire))
+        asked = [t for t, need in zip(xs, ctx.needs, strict=True) if need]
+        first = torch.autograd.grad(partial, asked, (do, dlse), create_graph=True, materialize_grads=True)
+        second = torch.autograd.grad(first, [do, dlse, *xs], grads, create_graph=torch.is_grad_enabled(), materialize_grads=True)
+    return [second[0], second[1]], [None, None, *second[2:]], [None] * len(arrays), *_nothing([*ctx.wire, ctx.needs])
+
+
+attention.register_autograd(_backward, setup_context=_save)
+attention_backward.register_autograd(_double_backward, setup_context=_save_backward)
+
+
+def _loop(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A vmap rule that runs the operator once an entry and stacks: exact, and no faster than a loop."""
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        def pick(x: Any, dim: Any, entry: int) -> Any:
+            if isinstance(x, list | tuple):
+                dims = dim if isinstance(dim, list | tuple) else [dim] * len(x)
+                return [pick(one, d, entry) for one, d in zip(x, dims, strict=True)]
+            return x if dim is None else x.select(dim, entry)
+
+        results = [op(*(pick(x, d, entry) for x, d in zip(args, in_dims, strict=True))) for entry in range(info.batch_size)]
+        stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
+        return (stacked, [0] * len(stacked)) if op is attention_backward else (tuple(stacked), (0, 0))
+
+    return rule
+
+
+attention.register_vmap(_loop(attention))
+attention_backward.register_vmap(_loop(attention_backward))

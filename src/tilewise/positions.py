@@ -1,0 +1,134 @@
+"""Where rows sit in the sequence. Masks speak only of positions, so causal alignment, a cache offset, chunked prefill
+and every ring layout are positions and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ._errors import OptionError, ShapeError
+from ._typing import Array
+
+
+def host(x: Array) -> np.ndarray:
+    """`x` as a NumPy array on the host, whatever library holds it."""
+    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+
+
+def affine(x: Array) -> bool:
+    """True where a start is one number (a plain int or a symbolic one), False where it is an array "b"."""
+    return not hasattr(x, "shape") and not isinstance(x, list | tuple)
+
+
+class Rows(NamedTuple):
+    """Rows of one side: which sequence each belongs to and where in it. Both int64, broadcastable to "b rows"."""
+
+    sequence: np.ndarray
+    position: np.ndarray
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Row r of batch entry b sits at `start[b] + step·r`, or at `rows[..., r]` where rows are given one by one.
+
+    Shapes  start: one int or "b" · rows: "count" or "b count", strictly increasing along the last axis
+
+    >>> Positions(3, start=5).array()
+    array([[5, 6, 7]])
+    >>> Positions(8, start=1, step=4).find(np.array([[6]]))     # rows sit at 1, 5, 9, ...: the first at or after 6
+    array([[2]])
+    """
+
+    count: int
+    start: Array = 0
+    step: int = 1
+    rows: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise OptionError(f"positions: step must be at least 1, got {self.step}")
+        if self.rows is not None and self.rows.shape[-1] != self.count:
+            raise ShapeError(f"positions: rows {tuple(self.rows.shape)} do not hold count = {self.count} positions")
+
+    @classmethod
+    def of(cls, rows: Array) -> Positions:
+        """Positions given one by one: "count", or "b count" where they differ by batch entry."""
+        rows = rows if hasattr(rows, "shape") else np.asarray(rows)
+        return cls(rows.shape[-1], rows=rows)
+
+    def array(self) -> np.ndarray:
+        """All positions, int64 "b count" with b = 1 where every batch entry agrees."""
+        if self.rows is not None:
+            return np.atleast_2d(host(self.rows)).astype(np.int64)
+        start = np.atleast_1d(host(self.start)).astype(np.int64)
+        return start[:, None] + self.step * np.arange(self.count, dtype=np.int64)
+
+    def cut(self, part: slice) -> Positions:
+        """The positions of rows `part.start` to `part.stop`."""
+        first, past, _ = part.indices(self.count)
+        count = max(past - first, 0)
+        if self.rows is not None:
+            return replace(self, count=count, rows=self.rows[..., part])
+        start = self.start if affine(self.start) else host(self.start)
+        return replace(self, count=count, start=start + self.step * first)
+
+    def find(self, position: np.ndarray) -> np.ndarray:
+        """Index of the first row at or after `position` ("b rows"), between 0 and count."""
+        if self.rows is None:
+            start = np.atleast_1d(host(self.start)).astype(np.int64)[:, None]
+            return np.clip(-((start - position) // self.step), 0, self.count)
+        rows = self.array()
+        batch = max(len(rows), len(position))
+        position = np.broadcast_to(position, (batch, position.shape[1]))
+        return np.stack([np.searchsorted(rows[b % len(rows)], position[b]) for b in range(batch)])
+
+    def check_values(self, side: str) -> None:
+        """Raise unless rows given one by one strictly increase, which `find` relies on."""
+        if self.rows is not None and (np.diff(self.array(), axis=1) <= 0).any():
+            raise OptionError(f"positions of {side}: rows must strictly increase along the last axis")
+
+
+class Layout(Protocol):
+    """How rows and columns of the score matrix map to sequences and positions. Two exist: `Dense` and `Packed`."""
+
+    def queries(self, b: slice, i: slice) -> Rows: ...
+
+    def keys(self, b: slice, j: slice) -> Rows: ...
+
+    def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Key positions [lo, hi) of each query row as key indices [first, past)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A rectangular batch: every batch entry is one sequence with its own positions on each side."""
+
+    batch: int
+    q: Positions
+    kv: Positions
+
+    def queries(self, b: slice, i: slice) -> Rows:
+        return self._rows(self.q, b, i)
+
+    def keys(self, b: slice, j: slice) -> Rows:
+        return self._rows(self.kv, b, j)
+
+    def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        kv = _batch(self.kv, b)
+        return kv.find(bounds[0]), kv.find(bounds[1])
+
+    def _rows(self, side: Positions, b: slice, part: slice) -> Rows:
+        first, past, _ = b.indices(self.batch)
+        return Rows(np.arange(first, past)[:, None], _batch(side, b).cut(part).array())
+
+
+def _batch(side: Positions, b: slice) -> Positions:
+    """The positions of some batch entries, where they differ by entry."""
+    if side.rows is not None and len(side.rows.shape) == 2 and side.rows.shape[0] > 1:
+        return replace(side, rows=side.rows[b])
+    if not affine(side.start) and np.ndim(side.start) == 1 and len(side.start) > 1:
+        return replace(side, start=side.start[b])
+    return side

@@ -1,0 +1,105 @@
+"""Sequences of different lengths packed end to end along one axis, described once instead of by six arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._errors import OptionError, ShapeError
+from ._typing import Array
+from .positions import Rows, host
+
+_UNBOUND = np.iinfo(np.int64).max // 4
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequence r owns query rows `q_offsets[r]` to `q_offsets[r+1]` and key rows likewise (`cu_seqlens` elsewhere).
+
+    Inside a sequence positions start at 0 and the last query row sits at the last key (bottom-right), as in a dense
+    problem. Rows past the last offset belong to no sequence: they give o = 0, lse = -inf and gradients 0.
+
+    >>> r = Ragged.from_lengths([3, 5])
+    >>> r.q_offsets, r.sequences
+    (array([0, 3, 8]), 2)
+    """
+
+    q_offsets: Array
+    kv_offsets: Array
+
+    def __post_init__(self) -> None:
+        for side, offsets in (("q", self.q_offsets), ("kv", self.kv_offsets)):
+            if not hasattr(offsets, "shape"):
+                object.__setattr__(self, f"{side}_offsets", np.asarray(offsets))
+        for side, offsets in (("q", self.q_offsets), ("kv", self.kv_offsets)):
+            if len(offsets.shape) != 1 or offsets.shape[0] < 1:
+                raise ShapeError(f"{side}_offsets must be one axis 'b+1' with at least one entry, got {tuple(offsets.shape)}")
+        if self.q_offsets.shape[0] != self.kv_offsets.shape[0]:
+            raise ShapeError(
+                f"axis b: q_offsets {tuple(self.q_offsets.shape)} and kv_offsets {tuple(self.kv_offsets.shape)} "
+                "name different numbers of sequences"
+            )
+
+    @classmethod
+    def from_lengths(cls, q: Sequence[int], kv: Sequence[int] | None = None) -> Ragged:
+        """From the number of query rows, and of key rows where they differ, of each sequence."""
+        q_offsets = np.concatenate([[0], np.cumsum(np.asarray(q, dtype=np.int64))])
+        return cls(q_offsets, q_offsets if kv is None else np.concatenate([[0], np.cumsum(np.asarray(kv, dtype=np.int64))]))
+
+    @classmethod
+    def from_offsets(cls, q: Array, kv: Array | None = None) -> Ragged:
+        """From `cu_seqlens`: "b+1" integers, starting at 0 and never decreasing; NumPy, torch or a list."""
+        return cls(q, q if kv is None else kv)
+
+    @property
+    def sequences(self) -> int:
+        return int(self.q_offsets.shape[0]) - 1
+
+    def check_values(self, rows: int, columns: int) -> None:
+        """Raise unless the offsets start at 0, never decrease and stay inside the packed tensors."""
+        for side, offsets, total in (("q", self.q_offsets, rows), ("kv", self.kv_offsets, columns)):
+            offsets = host(offsets)
+            if offsets[0] != 0:
+                raise OptionError(f"{side}_offsets must start at 0 to cover axis t from its first row, got {offsets[0]}")
+            if (np.diff(offsets) < 0).any():
+                r = int(np.argmax(np.diff(offsets) < 0))
+                raise OptionError(f"{side}_offsets decrease from {offsets[r]} to {offsets[r + 1]} at sequence {r}")
+            if offsets[-1] > total:
+                raise ShapeError(f"axis t: {side}_offsets end at {offsets[-1]} but the packed tensor holds {total} rows")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The layout of a packed problem: one row of b, whose rows belong to the sequences of a `Ragged`."""
+
+    ragged: Ragged
+    rows: int
+    cols: int
+
+    def queries(self, b: slice, i: slice) -> Rows:
+        index = np.arange(self.rows)[None, i]
+        q, kv = host(self.ragged.q_offsets), host(self.ragged.kv_offsets)
+        r = _owner(q, index)
+        shift = (kv[1:] - kv[:-1]) - (q[1:] - q[:-1]) if len(q) > 1 else np.zeros(1, np.int64)
+        return Rows(r, np.where(r < 0, 0, index - q[r] + shift[r]))
+
+    def keys(self, b: slice, j: slice) -> Rows:
+        index = np.arange(self.cols)[None, j]
+        kv = host(self.ragged.kv_offsets)
+        r = _owner(kv, index)
+        return Rows(np.where(r < 0, -2, r), np.where(r < 0, 0, index - kv[r]))
+
+    def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        kv = host(self.ragged.kv_offsets)
+        r = self.queries(b, i).sequence
+        first, past = kv[r], np.where(r < 0, kv[r], kv[np.minimum(r + 1, len(kv) - 1)])
+        lo, hi = (np.clip(x, -_UNBOUND, _UNBOUND) for x in bounds)
+        return np.clip(first + lo, first, past), np.clip(first + hi, first, past)
+
+
+def _owner(offsets: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The sequence that holds each packed row, -1 where none does."""
+    r = np.searchsorted(offsets, index, side="right") - 1
+    return np.where(r < len(offsets) - 1, r, -1)

@@ -1,0 +1,131 @@
+"""A call's options as what an operator's schema can carry, text, integers, numbers and tensors, and back again. Integers stay
+symbolic under torch.compile, so lengths never end up in the text and a new length needs no new graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._typing import Array
+from .dropout import Dropout
+from .mask import Full, Mask, Where, parse
+from .mask.base import Both
+from .positions import Positions, affine
+from .problem import Inputs, Options, Problem
+from .ragged import Ragged
+
+EXTRAS = ("bias", "alibi", "sink")
+
+
+class Wire(NamedTuple):
+    """An encoded request. `arrays` hold no gradients; `text` is "mask|word word ..."."""
+
+    arrays: list[Tensor]
+    ints: list[int]
+    floats: list[float]
+    text: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call's choices: the problem's options, a seed still in its tensor, which extras come along, and the backend."""
+
+    options: Options
+    rate: float = 0.0
+    seed: Tensor | None = None
+    extras: tuple[str, ...] = ()
+    backend: str | None = None
+
+    def encode(self, device: torch.device) -> Wire:
+        """Everything but the inputs. Arrays of masks become tensors; numbers keep their place, so `decode` finds them."""
+        o = self.options
+        text, ints, arrays = (Full() if o.mask is None else o.mask).encode()
+        floats, words = [], list(self.extras)
+        for word, number in (("scale", o.scale), ("softcap", o.softcap)):
+            if number is not None:
+                words.append(word)
+                floats.append(float(number))
+        for side, positions in zip(("q", "k"), o.positions or (), strict=False):
+            words.append(_encode_positions(side, positions, ints, arrays))
+        if o.ragged is not None:
+            words.append("ragged")
+            arrays = [*arrays, o.ragged.q_offsets, o.ragged.kv_offsets]
+        if self.seed is not None:
+            words.append("dropout")
+            floats.append(self.rate)
+            arrays = [*arrays, self.seed]
+        words += ["deterministic"] if o.deterministic else []
+        words += [f"backend={self.backend}"] if self.backend is not None else []
+        return Wire([torch.as_tensor(a) for a in arrays], ints, floats, text + "|" + " ".join(words))
+
+    @classmethod
+    def decode(cls, wire: Wire) -> Request:
+        """The inverse of `encode`."""
+        text, _, rest = wire.text.partition("|")
+        words = rest.split()
+        ints, arrays, floats = iter(wire.ints), iter(wire.arrays), iter(wire.floats)
+        mask = parse(text, ints, arrays)  # takes its own numbers first: the rest follow in the order of the words
+        found: dict[str, object] = {w: next(floats) for w in words if w in ("scale", "softcap")}
+        sides = [_decode_positions(w, ints, arrays) for w in words if w.startswith(("q:", "k:"))]
+        ragged = Ragged(next(arrays), next(arrays)) if "ragged" in words else None
+        rate, seed = (next(floats), next(arrays)) if "dropout" in words else (0.0, None)
+        options = Options(
+            mask,
+            found.get("scale"),  # type: ignore[arg-type]
+            found.get("softcap"),  # type: ignore[arg-type]
+            positions=(sides[0], sides[1]) if sides else None,
+            ragged=ragged,
+            deterministic="deterministic" in words,
+        )
+        backend = next((w.partition("=")[2] for w in words if w.startswith("backend=")), None)
+        return cls(options, rate, seed, tuple(w for w in words if w in EXTRAS), backend)
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor]) -> Inputs[Tensor]:
+        """The inputs under their names."""
+        return Inputs(q, k, v, **dict(zip(self.extras, extras, strict=True)))
+
+    def problem(self, x: Inputs[Tensor]) -> Problem:
+        """The problem, with the seed read from its tensor. Looks at values, so it needs real tensors."""
+        dropout = None if self.seed is None else Dropout(self.rate, int(self.seed))
+        problem = Problem.describe(x, replace(self.options, mask=_on_device(self.options.mask, x.q), dropout=dropout))
+        problem.check_values()
+        return problem
+
+
+def _encode_positions(side: str, p: Positions, ints: list[int], arrays: list[Array]) -> str:
+    """A word for one side's positions, its numbers added to the lists: "q:rows", "q:start" or "q:starts"."""
+    if p.rows is not None:
+        arrays.append(p.rows)
+        return f"{side}:rows"
+    ints.extend([p.count, p.step])
+    if affine(p.start):
+        ints.append(p.start)
+        return f"{side}:start"
+    arrays.append(p.start)
+    return f"{side}:starts"
+
+
+def _decode_positions(word: str, ints, arrays) -> Positions:  # noqa: ANN001
+    if word.endswith(":rows"):
+        return Positions.of(next(arrays))
+    count, step = next(ints), next(ints)
+    return Positions(count, next(ints) if word.endswith(":start") else next(arrays), step)
+
+
+def _on_device(mask: Mask | None, like: Tensor) -> Mask | None:
+    """The mask with its point tests asked in torch on the device of `like`, as their author expects, and answered in NumPy,
+    as the tile question wants."""
+    if isinstance(mask, Both):
+        return Both(tuple(_on_device(part, like) or part for part in mask.parts))
+    if not isinstance(mask, Where) or not callable(mask.test):
+        return mask
+    test = mask.test
+
+    def ask(*positions):  # noqa: ANN002, ANN202
+        keep = test(*(torch.as_tensor(p).to(like.device) for p in positions))
+        return keep.cpu().numpy() if isinstance(keep, Tensor) else keep
+
+    return replace(mask, test=ask)
