@@ -92,7 +92,7 @@ def attention_with_lse(
     """
     x = Inputs(q, k, v, bias, alibi, sink)
     options = Options(mask, softcap=softcap, positions=positions, deterministic=deterministic)
-    return _call(x, options, scale, (dropout, seed), backend)
+    return compute(x, options, scale, (dropout, seed), backend)
 
 
 def attention_varlen(
@@ -132,7 +132,7 @@ def attention_varlen(
     _check_tensors(Inputs(q, k, v))
     x = Inputs(q[None], k[None], v[None], bias, alibi, sink)
     options = Options(mask, softcap=softcap, ragged=ragged, deterministic=deterministic)
-    return _call(x, options, scale, (dropout, seed), backend).o[0]
+    return compute(x, options, scale, (dropout, seed), backend).o[0]
 
 
 def merge(*partials: Partial | tuple[Tensor, Tensor]) -> Partial:
@@ -207,8 +207,15 @@ def plan(
     return make_plan(_request(x, options, (dropout, 0), backend).problem(x), backend)
 
 
-def _call(x: Inputs[Tensor], options: Options, scale: float | Tensor | None, dropout: tuple, backend: str | None) -> Partial:
-    """Run one call: autocast and a tensor scale are applied here, all else is the request's."""
+def compute(
+    x: Inputs[Tensor],
+    options: Options,
+    scale: float | Tensor | None = None,
+    dropout: tuple[float, int | Tensor | None] = (0.0, None),
+    backend: str | None = None,
+) -> Partial:
+    """One call as values, for layers that already hold them; `dropout` is (rate, seed). Autocast and a tensor scale are
+    applied here, all else is the request's."""
     _check_tensors(x)
     kind = x.q.device.type
     if torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
@@ -216,11 +223,11 @@ def _call(x: Inputs[Tensor], options: Options, scale: float | Tensor | None, dro
         x = Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), x.bias, x.alibi, x.sink)
     if isinstance(scale, Tensor):
         if scale.dim() > 1 or (scale.dim() == 1 and x.q.dim() == 4 and scale.shape[0] != x.q.shape[2]):
-            raise ShapeError(f"axis h: scale {tuple(scale.shape)} must be one number, or one a query head of q {tuple(x.q.shape)}")
+            raise ShapeError(
+                f"axis h: scale {tuple(scale.shape)} must be one number, or one a query head of q {tuple(x.q.shape)}"
+            )
         x.q, scale = x.q * scale.to(x.q.dtype).unsqueeze(-1), 1.0
-    options = Options(
-        options.mask, scale, options.softcap, None, options.positions, options.ragged, options.deterministic
-    )
+    options = Options(options.mask, scale, options.softcap, None, options.positions, options.ragged, options.deterministic)
     return run(x, _request(x, options, dropout, backend))
 
 

@@ -37,7 +37,8 @@ class Cost:
 
     def __str__(self) -> str:
         tiles = f"{self.full_tiles} full, {self.partial_tiles} partial, {self.empty_tiles} skipped tiles"
-        return f"{self.flops / 1e9:.3f} GFLOP, {self.read_bytes / 1e6:.3f} MB read, {self.write_bytes / 1e6:.3f} MB written, {tiles}"
+        moved = f"{self.read_bytes / 1e6:.3f} MB read, {self.write_bytes / 1e6:.3f} MB written"
+        return f"{self.flops / 1e9:.3f} GFLOP, {moved}, {tiles}"
 
 
 @dataclass
@@ -46,7 +47,9 @@ class Meter:
 
     itemsize: int
     lse_itemsize: int
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("flops", "exponentials", "read_bytes", "write_bytes"), 0))
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("flops", "exponentials", "read_bytes", "write_bytes"), 0)
+    )
 
     @classmethod
     def of(cls, problem: Problem) -> Meter:
@@ -134,7 +137,10 @@ def _backward(problem: Problem, shape: TileShape, b: slice) -> Cost:
         rows, cols = _length(i), sum(_length(v.j) for v in row)
         reads = (rows + cols) * (p.d + p.e) + bias * rows * cols
         each_head += Cost(
-            2 * rows * cols * (2 * p.d + p.e), rows * cols, reads * p.itemsize + 2 * rows * p.lse_itemsize, rows * p.d * p.itemsize
+            2 * rows * cols * (2 * p.d + p.e),
+            rows * cols,
+            reads * p.itemsize + 2 * rows * p.lse_itemsize,
+            rows * p.d * p.itemsize,
         )
         visits += row
     for j, column in key_blocks(p, shape, b):  # dk, dv: k and v once; q, do, lse, delta once a visit of each head of the group

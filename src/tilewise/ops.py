@@ -3,7 +3,7 @@ when an operator executes, so this file imports no backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, extras, arrays, ints, floats, text):  # noqa: ANN001, ANN202
+def _(q, k, v, extras, arrays, ints, floats, text):
     request = Request.decode(Wire(arrays, ints, floats, text))
     problem = Problem.describe(request.inputs(q, k, v, extras), request.options)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -65,17 +65,18 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grads, saved, arrays, ints, floats, text, needs):  # noqa: ANN001, ANN202
+def _(grads, saved, arrays, ints, floats, text, needs):
     return [x.new_empty(x.shape) for x, wanted in zip(saved[2:], needs, strict=True) if wanted]
 
 
 def run(x: Inputs[Tensor], request: Request) -> Partial:
-    """o and lse of a call: the operator, or inside forward-mode differentiation the same fold in ordinary operations."""
-    wire = request.encode(x.q.device)
-    extras = [getattr(x, name) for name in request.extras]
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+    """o and lse of a call: the operator, or inside torch.func transforms and forward-mode differentiation the same fold in
+    ordinary operations, which every transform can look into."""
+    compiling = torch.compiler.is_compiling()
+    wire = (request.tabulated(x) if compiling else request).encode()
+    if not compiling and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
         return _differentiable(x, wire)
-    return Partial(*attention(x.q, x.k, x.v, extras, *wire))
+    return Partial(*attention(x.q, x.k, x.v, [getattr(x, name) for name in request.extras], *wire))
 
 
 def _plan(request: Request, x: Inputs[Tensor]) -> tuple[Any, Problem, Any]:
@@ -136,7 +137,9 @@ def _double_backward(ctx: Any, grads: list[Tensor]) -> tuple:
         partial = _differentiable(x, Wire(arrays, *ctx.wire))
         asked = [t for t, need in zip(xs, ctx.needs, strict=True) if need]
         first = torch.autograd.grad(partial, asked, (do, dlse), create_graph=True, materialize_grads=True)
-        second = torch.autograd.grad(first, [do, dlse, *xs], grads, create_graph=torch.is_grad_enabled(), materialize_grads=True)
+        second = torch.autograd.grad(
+            first, [do, dlse, *xs], grads, create_graph=torch.is_grad_enabled(), materialize_grads=True
+        )
     return [second[0], second[1]], [None, None, *second[2:]], [None] * len(arrays), *_nothing([*ctx.wire, ctx.needs])
 
 
@@ -144,22 +147,16 @@ attention.register_autograd(_backward, setup_context=_save)
 attention_backward.register_autograd(_double_backward, setup_context=_save_backward)
 
 
-def _loop(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A vmap rule that runs the operator once an entry and stacks: exact, and no faster than a loop."""
+@attention_backward.register_vmap
+def _(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
+    """Batched gradients (`is_grads_batched`, `jacrev` of a graph), one entry after the other: exact, as fast as a loop."""
 
-    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        def pick(x: Any, dim: Any, entry: int) -> Any:
-            if isinstance(x, list | tuple):
-                dims = dim if isinstance(dim, list | tuple) else [dim] * len(x)
-                return [pick(one, d, entry) for one, d in zip(x, dims, strict=True)]
-            return x if dim is None else x.select(dim, entry)
+    def pick(x: Any, dim: Any, entry: int) -> Any:
+        if isinstance(x, list | tuple):
+            dims = dim if isinstance(dim, list | tuple) else [dim] * len(x)
+            return [pick(one, d, entry) for one, d in zip(x, dims, strict=True)]
+        return x if dim is None else x.select(dim, entry)
 
-        results = [op(*(pick(x, d, entry) for x, d in zip(args, in_dims, strict=True))) for entry in range(info.batch_size)]
-        stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
-        return (stacked, [0] * len(stacked)) if op is attention_backward else (tuple(stacked), (0, 0))
-
-    return rule
-
-
-attention.register_vmap(_loop(attention))
-attention_backward.register_vmap(_loop(attention_backward))
+    entries = [[pick(x, dim, entry) for x, dim in zip(args, in_dims, strict=True)] for entry in range(info.batch_size)]
+    stacked = [torch.stack(parts) for parts in zip(*(attention_backward(*entry) for entry in entries), strict=True)]
+    return stacked, [0] * len(stacked)

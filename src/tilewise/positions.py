@@ -17,9 +17,9 @@ def host(x: Array) -> np.ndarray:
     return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 
-def affine(x: Array) -> bool:
-    """True where a start is one number (a plain int or a symbolic one), False where it is an array "b"."""
-    return not hasattr(x, "shape") and not isinstance(x, list | tuple)
+def is_number(x: Array) -> bool:
+    """True for one number, a plain int or a symbolic one; False for an array or a list."""
+    return isinstance(x, int) or not (hasattr(x, "shape") or isinstance(x, list | tuple))
 
 
 class Rows(NamedTuple):
@@ -71,7 +71,7 @@ class Positions:
         count = max(past - first, 0)
         if self.rows is not None:
             return replace(self, count=count, rows=self.rows[..., part])
-        start = self.start if affine(self.start) else host(self.start)
+        start = self.start if is_number(self.start) else host(self.start)
         return replace(self, count=count, start=start + self.step * first)
 
     def find(self, position: np.ndarray) -> np.ndarray:
@@ -129,6 +129,6 @@ def _batch(side: Positions, b: slice) -> Positions:
     """The positions of some batch entries, where they differ by entry."""
     if side.rows is not None and len(side.rows.shape) == 2 and side.rows.shape[0] > 1:
         return replace(side, rows=side.rows[b])
-    if not affine(side.start) and np.ndim(side.start) == 1 and len(side.start) > 1:
+    if not is_number(side.start) and np.ndim(side.start) == 1 and len(side.start) > 1:
         return replace(side, start=side.start[b])
     return side

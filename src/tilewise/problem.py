@@ -105,7 +105,20 @@ class Problem:
         start = layout.q.start if isinstance(layout, Dense) and layout.q.rows is None and layout.q.step == 1 else np.zeros(0)
         mask = mask.bind(start, h)
         return cls(
-            b, n, s, h, g, d, e, dtype_name(inputs.q), device_name(inputs.q), mask, score, dropout, layout, options.deterministic
+            b,
+            n,
+            s,
+            h,
+            g,
+            d,
+            e,
+            dtype_name(inputs.q),
+            device_name(inputs.q),
+            mask,
+            score,
+            dropout,
+            layout,
+            options.deterministic,
         )
 
     @property
@@ -157,7 +170,7 @@ def layout_of(options: Options, mask: Mask, sizes: tuple[int, int, int]) -> Layo
             raise ShapeError(f"axis {axis}: positions of {side} count {have.count} rows where {side} has {want}")
         for array, axes in ((have.start, 1), (have.rows, 2)):
             shape = tuple(getattr(array, "shape", ()))
-            if len(shape) == axes and shape[0] not in (1, b):
+            if len(shape) == axes and shape[:1] not in ((1,), (b,)):
                 raise ShapeError(f"axis b: positions of {side} {shape} do not fit a batch of {b}")
     return Dense(b, q, kv)
 

@@ -3,17 +3,19 @@ symbolic under torch.compile, so lengths never end up in the text and a new leng
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._errors import OptionError
 from ._typing import Array
 from .dropout import Dropout
 from .mask import Full, Mask, Where, parse
 from .mask.base import Both
-from .positions import Positions, affine
+from .positions import Positions, is_number
 from .problem import Inputs, Options, Problem
 from .ragged import Ragged
 
@@ -39,7 +41,7 @@ class Request:
     extras: tuple[str, ...] = ()
     backend: str | None = None
 
-    def encode(self, device: torch.device) -> Wire:
+    def encode(self) -> Wire:
         """Everything but the inputs. Arrays of masks become tensors; numbers keep their place, so `decode` finds them."""
         o = self.options
         text, ints, arrays = (Full() if o.mask is None else o.mask).encode()
@@ -83,6 +85,11 @@ class Request:
         backend = next((w.partition("=")[2] for w in words if w.startswith("backend=")), None)
         return cls(options, rate, seed, tuple(w for w in words if w in EXTRAS), backend)
 
+    def tabulated(self, x: Inputs[Tensor]) -> Request:
+        """This request with point tests as boolean tables: a graph can hold a tensor but no Python function. n·s bytes."""
+        mask = _tabulate(self.options.mask, x, self.options)
+        return replace(self, options=replace(self.options, mask=mask))
+
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor]) -> Inputs[Tensor]:
         """The inputs under their names."""
         return Inputs(q, k, v, **dict(zip(self.extras, extras, strict=True)))
@@ -101,18 +108,33 @@ def _encode_positions(side: str, p: Positions, ints: list[int], arrays: list[Arr
         arrays.append(p.rows)
         return f"{side}:rows"
     ints.extend([p.count, p.step])
-    if affine(p.start):
+    if is_number(p.start):
         ints.append(p.start)
         return f"{side}:start"
     arrays.append(p.start)
     return f"{side}:starts"
 
 
-def _decode_positions(word: str, ints, arrays) -> Positions:  # noqa: ANN001
+def _decode_positions(word: str, ints: Iterator[int], arrays: Iterator[Tensor]) -> Positions:
     if word.endswith(":rows"):
         return Positions.of(next(arrays))
     count, step = next(ints), next(ints)
     return Positions(count, next(ints) if word.endswith(":start") else next(arrays), step)
+
+
+def _tabulate(mask: Mask | None, x: Inputs[Tensor], options: Options) -> Mask | None:
+    """`mask` with each function of positions asked once for all pairs, in operations that torch.compile traces."""
+    if isinstance(mask, Both):
+        return Both(tuple([_tabulate(part, x, options) or part for part in mask.parts]))
+    if not isinstance(mask, Where) or not callable(mask.test):
+        return mask
+    if options.ragged is not None or options.positions is not None:
+        raise OptionError("Where(function) with packed sequences or positions= cannot be compiled; pass a table")
+    (b, n, h, _), s, device = x.q.shape, x.k.shape[1], x.q.device
+    start = 0 if options.mask is not None and options.mask.align == "top-left" else s - n
+    axes = (torch.arange(size, device=device) for size in (b, h, n, s))
+    b_, h_, i, j = (a.view([-1 if axis == at else 1 for axis in range(4)]) for at, a in enumerate(axes))
+    return Where(mask.test(b_, h_, i + start, j))
 
 
 def _on_device(mask: Mask | None, like: Tensor) -> Mask | None:
@@ -124,7 +146,7 @@ def _on_device(mask: Mask | None, like: Tensor) -> Mask | None:
         return mask
     test = mask.test
 
-    def ask(*positions):  # noqa: ANN002, ANN202
+    def ask(*positions: Array) -> Array:
         keep = test(*(torch.as_tensor(p).to(like.device) for p in positions))
         return keep.cpu().numpy() if isinstance(keep, Tensor) else keep
 

@@ -42,12 +42,11 @@ class Plan:
 
     def __str__(self) -> str:
         p, c = self.problem, self.forward_cost
-        visited = c.full_tiles + c.partial_tiles
-        standard = cost.standard(p)
+        visited, shape, standard = c.full_tiles + c.partial_tiles, self.config.shape, cost.standard(p)
         lines = [
             f"backend   {self.backend} on {p.device}, {p.dtype}",
             f"problem   b={p.b} n={p.n} s={p.s} h={p.h} g={p.g} d={p.d} e={p.e}, mask {p.mask.kind}",
-            f"tiles     {self.config.shape.block_m} × {self.config.shape.block_n}: visits {visited} of {visited + c.empty_tiles}"
+            f"tiles     {shape.block_m} × {shape.block_n}: visits {visited} of {visited + c.empty_tiles}"
             f" ({c.full_tiles} {Tile.FULL.name}, {c.partial_tiles} {Tile.PARTIAL.name}, {c.empty_tiles} {Tile.EMPTY.name})",
             f"forward   {c.flops / 1e9:.3f} GFLOP, {c.bytes / 1e6:.2f} MB (storing the scores: {standard.bytes / 1e6:.2f} MB)",
             f"backward  {self.backward_cost.flops / 1e9:.3f} GFLOP, {self.backward_cost.bytes / 1e6:.2f} MB"

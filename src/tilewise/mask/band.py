@@ -18,6 +18,10 @@ class Full(Mask):
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         return (i == i) & (j == j)
 
+    @property
+    def kind(self) -> str:
+        return "NONE"
+
     def encode(self) -> Encoded:
         return Encoded("full()", [], [])
 
@@ -65,7 +69,9 @@ class Window(Mask):
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
             if size is not None and size < 0:
-                raise OptionError(f"Window: {name} counts other visible keys and cannot be negative, got {size} (None: no limit)")
+                raise OptionError(
+                    f"Window: {name} counts other visible keys and cannot be negative, got {size} (None: no limit)"
+                )
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         after = (j >= i - self.left) if self.left is not None else (j == j)

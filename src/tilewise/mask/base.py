@@ -115,7 +115,7 @@ class Mask:
     @property
     def kind(self) -> str:
         """All a kernel needs to know: NONE, INTERVAL (two integers a row) or TABLE (a tile table and a point test)."""
-        return "TABLE" if self.pointwise else "NONE" if isinstance(self, Full) else "INTERVAL"
+        return "TABLE" if self.pointwise else "INTERVAL"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from .._errors import OptionError
@@ -18,7 +18,7 @@ _MASKS: dict[str, type[Mask]] = {
 }
 
 
-def parse(text: str, ints: Sequence[int] = (), arrays: Sequence[Array] = ()) -> Mask:
+def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> Mask:
     """The mask that `text` describes; each INT and ARRAY in it takes the next of `ints` and `arrays`.
 
     >>> parse("causal & window(left=3)")

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._errors import OptionError, ShapeError
 from .._typing import Array
-from ..positions import host
+from ..positions import host, is_number
 from .base import FOREVER, Encoded, Mask
 
 
@@ -20,9 +20,9 @@ class Prefix(Mask):
     length: Array
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, int) and not hasattr(self.length, "shape"):
+        if isinstance(self.length, list | tuple):
             object.__setattr__(self, "length", np.asarray(self.length))
-        if isinstance(self.length, int) and self.length < 0:
+        elif is_number(self.length) and self.length < 0:
             raise OptionError(f"Prefix: length cannot be negative, got {self.length}")
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
@@ -35,7 +35,9 @@ class Prefix(Mask):
         _check_batch("Prefix: length", self.length, batch, axes="b")
 
     def encode(self) -> Encoded:
-        return Encoded("prefix(ARRAY)", [], [self.length]) if hasattr(self.length, "shape") else Encoded("prefix(INT)", [self.length], [])
+        return (
+            Encoded("prefix(INT)", [self.length], []) if is_number(self.length) else Encoded("prefix(ARRAY)", [], [self.length])
+        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Documents(Mask):
 
 def _of_sequence(value: Array, b: Array) -> Array:
     """The entry of sequence b: an int holds for all, an array "b" (or of one entry) is looked up."""
-    if not hasattr(value, "shape"):
+    if is_number(value):
         return value
     value = host(value).astype(np.int64)
     return value[b % len(value)] if len(value) else 0 * b
@@ -175,7 +177,7 @@ def _of_sequence(value: Array, b: Array) -> Array:
 
 def _check_batch(name: str, value: Array | None, batch: int, axes: str) -> None:
     """Raise unless `value` is an int, an array of the last axis alone, or one row for each batch entry."""
-    if not hasattr(value, "shape"):
+    if value is None or is_number(value):
         return
     shape = tuple(value.shape)
     if len(shape) not in ({1} if axes == "b" else {1, 2}):

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._errors import DtypeError, OptionError, ShapeError
 from .._typing import Array
-from ..positions import affine, host
+from ..positions import host, is_number
 from .base import Encoded, Mask
 
 _functions: weakref.WeakValueDictionary[int, Callable[..., Array]] = weakref.WeakValueDictionary()
@@ -64,8 +64,10 @@ class Where(Mask):
     def bind(self, q_start: Array, heads: int) -> Mask:
         if callable(self.test) or self.start is not None:
             return replace(self, heads=heads)
-        if not affine(q_start):
-            raise OptionError("Where: a table needs start= where query positions differ by batch entry or are packed; or use a function")
+        if not is_number(q_start):
+            raise OptionError(
+                "Where: a table needs start= where query positions differ by batch entry or are packed; or use a function"
+            )
         return replace(self, start=q_start, heads=heads)
 
     def check(self, batch: int, heads: int) -> None:

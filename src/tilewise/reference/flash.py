@@ -37,7 +37,7 @@ class Head:
 
     def logits(self, q: np.ndarray, k: np.ndarray, visit: Visit) -> np.ndarray:
         """s "rows cols": scaled, biased, capped, and -inf where hidden."""
-        self.meter.product(*q.shape, len(k))
+        self.meter.product(len(q), q.shape[1], len(k))
         s = self.problem.score.value(q @ k.T, self._bias(visit) + self._alibi(visit))
         return s if visit.kind == Tile.FULL else np.where(self._keep(visit), s, -np.inf)
 
@@ -74,7 +74,9 @@ class Head:
         return 0.0 if self.inputs.alibi is None else -self.alibi() * self.distance(visit)
 
 
-def forward(problem: Problem, x: Inputs[np.ndarray], shape: TileShape, meter: Meter | None = None, watch: Watch | None = None) -> Partial:
+def forward(
+    problem: Problem, x: Inputs[np.ndarray], shape: TileShape, meter: Meter | None = None, watch: Watch | None = None
+) -> Partial:
     """o "b n h e" and lse "b h n": for each block of query rows a fold of `absorb` over the tiles it visits."""
     meter = meter or Meter.of(problem)
     o, lse = np.zeros((problem.b, problem.n, problem.h, problem.e)), np.zeros((problem.b, problem.h, problem.n))
@@ -85,7 +87,7 @@ def forward(problem: Problem, x: Inputs[np.ndarray], shape: TileShape, meter: Me
                 s = head.logits(q, head.rows("k", visit.j), visit)
                 v = head.rows("v", visit.j)
                 state = absorb(state, s, v, head.drop(visit))
-                meter.product(*s.shape, problem.e)
+                meter.product(len(q), s.shape[1], problem.e)
                 meter.exponential(s.size + len(s))
                 if watch is not None:
                     watch(visit, head.x, state)
@@ -93,7 +95,10 @@ def forward(problem: Problem, x: Inputs[np.ndarray], shape: TileShape, meter: Me
                 state = merge(state, _sink_state(len(q), problem.e, x.sink[head.x]))
                 meter.exponential(2 * len(q))
             tile = finish(state)
-            o[head.b.start, i, head.x], lse[head.b.start, head.x, i] = meter.write(tile[0]), meter.write(tile[1], statistic=True)
+            o[head.b.start, i, head.x], lse[head.b.start, head.x, i] = (
+                meter.write(tile[0]),
+                meter.write(tile[1], statistic=True),
+            )
     return Partial(o, lse)
 
 
@@ -108,7 +113,10 @@ def backward(
     do = np.asarray(grads.o, np.float64)
     delta = np.einsum("bnhe,bnhe->bhn", meter.read(do), meter.read(saved.o))
     meter.write(delta, statistic=True)
-    out = Inputs(*(np.zeros(a.shape) for a in (x.q, x.k, x.v)), *(None if a is None else np.zeros(a.shape) for a in (x.bias, x.alibi, x.sink)))
+    out = Inputs(
+        *(np.zeros(a.shape) for a in (x.q, x.k, x.v)),
+        *(None if a is None else np.zeros(a.shape) for a in (x.bias, x.alibi, x.sink)),
+    )
     rows = _Rows(problem, do, np.asarray(saved.lse), delta - np.asarray(grads.lse))
     for head in _heads(problem, x, meter):
         _dq(head, rows, shape, out)
@@ -157,7 +165,7 @@ def _dq(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -> N
             k, v = head.rows("k", visit.j), head.rows("v", visit.j)
             _, ds, seen = _recompute(head, visit, q, k, v, row)
             dq += head.problem.score.scale * weigh(ds, k, seen)
-            head.meter.product(*ds.shape, k.shape[1])
+            head.meter.product(len(q), len(k), k.shape[1])
             if out.bias is not None:
                 _add_bias(out.bias, ds, (b, head.x, visit.i, visit.j))
             if out.alibi is not None:
@@ -184,7 +192,8 @@ def _dk_dv(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -
         out.k[b, j, g] += dk
         out.v[b, j, g] += dv
         if group == head.problem.group - 1:
-            head.meter.write(dk), head.meter.write(dv)
+            head.meter.write(dk)
+            head.meter.write(dv)
 
 
 def _heads(problem: Problem, x: Inputs[np.ndarray], meter: Meter) -> list[Head]:

@@ -17,7 +17,7 @@ def attention(problem: Problem, x: Inputs[np.ndarray]) -> Partial:
     """
     s, _ = _scores(problem, x)
     p, lse, _ = _softmax(problem, x, s)
-    o = _product(p * _dropout(problem), _heads(problem, x.v), problem.keep())
+    o = _product(p * dropout_factor(problem), _heads(problem, x.v), problem.keep())
     return Partial(o.transpose(0, 2, 1, 3), lse)
 
 
@@ -28,8 +28,8 @@ def gradients(problem: Problem, x: Inputs[np.ndarray], do: Matrix, dlse: Matrix)
     """
     keep = problem.keep()
     s, slope = _scores(problem, x)
-    p, lse, p_sink = _softmax(problem, x, s)
-    drop, do = _dropout(problem), np.asarray(do, np.float64).transpose(0, 2, 1, 3)
+    p, _, p_sink = _softmax(problem, x, s)
+    drop, do = dropout_factor(problem), np.asarray(do, np.float64).transpose(0, 2, 1, 3)
     q, k, v = _heads(problem, x.q), _heads(problem, x.k), _heads(problem, x.v)
     keep = np.broadcast_to(keep, s.shape)
     dp = np.where(keep, do @ v.swapaxes(-1, -2), 0) * drop
@@ -43,7 +43,7 @@ def gradients(problem: Problem, x: Inputs[np.ndarray], do: Matrix, dlse: Matrix)
         _groups(problem, dk),
         _groups(problem, dv),
         None if x.bias is None else _reduce(ds, x.bias.shape),
-        None if x.alibi is None else _reduce((-ds * _distance(problem)).sum((2, 3)), x.alibi.shape),
+        None if x.alibi is None else _reduce((-ds * distance(problem)).sum((2, 3)), x.alibi.shape),
         None if x.sink is None else (p_sink * (dlse - delta[..., 0])).sum((0, 2)),
     )
 
@@ -60,7 +60,7 @@ def _groups(problem: Problem, x: Matrix) -> Matrix:
     return x.reshape(b, problem.g, problem.group, rows, d).sum(2).transpose(0, 2, 1, 3)
 
 
-def _distance(problem: Problem) -> Matrix:
+def distance(problem: Problem) -> Matrix:
     """|i − j| in positions, "b 1 n s"."""
     i = problem.layout.queries(slice(0, problem.b), slice(0, problem.n)).position
     j = problem.layout.keys(slice(0, problem.b), slice(0, problem.s)).position
@@ -74,7 +74,7 @@ def _scores(problem: Problem, x: Inputs[np.ndarray]) -> tuple[Matrix, Matrix]:
         z = z + np.asarray(x.bias, np.float64)
     if x.alibi is not None:
         slopes = np.asarray(x.alibi, np.float64)
-        z = z - (slopes if slopes.ndim == 2 else slopes[None])[:, :, None, None] * _distance(problem)
+        z = z - (slopes if slopes.ndim == 2 else slopes[None])[:, :, None, None] * distance(problem)
     cap = problem.score.softcap
     s, slope = (z, np.ones_like(z)) if cap is None else (cap * np.tanh(z / cap), 1 / np.cosh(np.clip(z / cap, -300, 300)) ** 2)
     return np.where(problem.keep(), s, -np.inf), slope
@@ -93,7 +93,7 @@ def _softmax(problem: Problem, x: Inputs[np.ndarray], s: Matrix) -> tuple[Matrix
     return p, np.where(total == 0, -np.inf, top + np.log(safe)), extra / safe
 
 
-def _dropout(problem: Problem) -> Matrix:
+def dropout_factor(problem: Problem) -> Matrix:
     """What each probability is multiplied by: 0 where dropped, 1 / (1 − rate) where kept, "b h n s"."""
     if problem.dropout is None:
         return np.ones((1, 1, 1, 1))

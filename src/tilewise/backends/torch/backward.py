@@ -42,7 +42,7 @@ def backward(
             rows = list(row_blocks(problem, config.shape, b))
             for g in blocks(problem.g, config.key_heads):
                 _chunk(Chunk(problem, x, b, g), rows, _Rows(saved, grads), clean, out)
-        return Inputs(*(a if a is None else a.to(getattr(x, name).dtype) for name, a in vars(out).items()))
+        return Inputs(**{name: a.to(getattr(x, name).dtype) for name, a in out.present()})
 
 
 @dataclass(frozen=True)

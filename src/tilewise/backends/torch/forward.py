@@ -24,7 +24,8 @@ class State(NamedTuple):
 def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """Exact attention; no gradient flows, and one look at v decides how hidden NaN is kept out."""
     with torch.no_grad():
-        return fold(problem, x, config, clean=bool(x.v.isfinite().all()))
+        o, lse = fold(problem, x, config, clean=bool(x.v.isfinite().all()))
+        return Partial(o.contiguous(), lse.contiguous())
 
 
 def differentiable(problem: Problem, x: Inputs[Tensor]) -> Partial:
@@ -61,7 +62,9 @@ def _rows(chunk: Chunk, rows: list[tuple[slice, list[Visit]]], clean: bool) -> P
         lse.append(chunk.split(tile_lse)[..., 0].flatten(1, 2))
     if not rows:
         b, h = chunk.b.stop - chunk.b.start, chunk.heads.stop - chunk.heads.start
-        return Partial(chunk.x.q.new_zeros(b, 0, h, chunk.problem.e), chunk.x.q.new_zeros(b, h, 0).to(accumulator(chunk.problem)))
+        return Partial(
+            chunk.x.q.new_zeros(b, 0, h, chunk.problem.e), chunk.x.q.new_zeros(b, h, 0).to(accumulator(chunk.problem))
+        )
     return Partial(_cat(o, 1), _cat(lse, 2))
 
 
@@ -105,5 +108,3 @@ def _sinks(chunk: Chunk) -> Tensor:
 
 def _cat(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-
-
