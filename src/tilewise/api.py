@@ -176,17 +176,20 @@ def plan(
     v: Tensor,
     *,
     mask: Mask | None = None,
+    scale: float | Tensor | None = None,
     softcap: float | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     positions: tuple[Positions, Positions] | None = None,
     ragged: Ragged | None = None,
     backend: str | None = None,
     deterministic: bool = False,
 ) -> Plan:
-    """What `attention` would run on these arguments, why, and what it costs; print it. Computes nothing.
+    """What `attention` (with `ragged`, `attention_varlen`) would run on these arguments, why, and what it costs; print it.
+    Takes the same options and computes nothing.
 
     >>> x = torch.randn(1, 1024, 8, 64)
     >>> print(plan(x, x, x, mask=Causal()))
@@ -203,8 +206,9 @@ def plan(
     if ragged is not None:
         x = Inputs(q[None], k[None], v[None], bias, alibi, sink)
     _check_tensors(x)
-    options = Options(mask, None, softcap, None, positions, ragged, deterministic)
-    return make_plan(_request(x, options, (dropout, 0), backend).problem(x), backend)
+    number = None if isinstance(scale, Tensor) else scale
+    options = Options(mask, number, softcap, None, positions, ragged, deterministic)
+    return make_plan(_request(x, options, (dropout, seed or 0), backend).problem(x), backend)
 
 
 def compute(

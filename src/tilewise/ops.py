@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .problem import Inputs, Partial, Problem
+from .problem import NAMES, Inputs, Partial, Problem
 from .request import Request, Wire
-
-NAMES = ("q", "k", "v")
 
 
 @torch.library.custom_op("tilewise::attention", mutates_args=())
@@ -28,11 +26,14 @@ def attention(
     text: str,
 ) -> tuple[Tensor, Tensor]:
     """o "b n h e" and lse "b h n". `extras` are bias, alibi and sink where given; the rest is a `request.Wire`."""
+    from . import backends
+
     request = Request.decode(Wire(list(arrays), list(ints), list(floats), text))
     x = request.inputs(q, k, v, list(extras))
-    plan = _plan(request, x)
+    plan = backends.make_plan(request.problem(x), request.backend)
     with torch.autocast(q.device.type, enabled=False):
-        return tuple(plan[0].forward(plan[1], x, plan[2]))  # type: ignore[return-value]
+        o, lse = backends.forward(plan, x)
+    return o, lse
 
 
 @attention.register_fake
@@ -55,12 +56,14 @@ def attention_backward(
 ) -> list[Tensor]:
     """The gradients that `needs` asks for, of q, k, v and the extras in that order. grads: do, dlse; saved: o, lse, q, k, v,
     extras."""
+    from . import backends
+
     request = Request.decode(Wire(list(arrays), list(ints), list(floats), text))
     o, lse, q, k, v, *extras = saved
     x, wanted = request.inputs(q, k, v, extras), _wanted(request, needs)
-    backend, problem, config = _plan(request, x)
+    plan = backends.make_plan(request.problem(x), request.backend)
     with torch.autocast(q.device.type, enabled=False):
-        out = backend.backward(problem, x, Partial(o, lse), Partial(*grads), config, wanted)
+        out = backends.backward(plan, x, Partial(o, lse), Partial(*grads), wanted)
     return [getattr(out, name) for name in wanted]
 
 
@@ -79,14 +82,6 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
     return Partial(*attention(x.q, x.k, x.v, [getattr(x, name) for name in request.extras], *wire))
 
 
-def _plan(request: Request, x: Inputs[Tensor]) -> tuple[Any, Problem, Any]:
-    """The backend, problem and configuration of a call on real tensors."""
-    from . import backends
-
-    plan = backends.make_plan(request.problem(x), request.backend)
-    return backends.load(plan.backend), plan.problem, plan.config
-
-
 def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
     """Attention as ordinary operations: what derivatives beyond the first are taken of."""
     from .backends.torch import differentiable
@@ -95,12 +90,16 @@ def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
 
 
 def _wanted(request: Request, needs: Sequence[bool]) -> list[str]:
-    return [name for name, need in zip((*NAMES, *request.extras), needs, strict=True) if need]
+    return [name for name, need in zip((*NAMES[:3], *request.extras), needs, strict=True) if need]
 
 
 def _nothing(arguments: Sequence[Any]) -> list[Any]:
     """No gradient, in the structure that torch wants: an empty list for an empty list."""
     return [[] if isinstance(a, list | tuple) and not a else None for a in arguments]
+
+
+def _split(tensors: Sequence[Tensor], at: int) -> tuple[list[Tensor], list[Tensor]]:
+    return list(tensors[:at]), list(tensors[at:])
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -111,8 +110,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple:
-    split = 5 + ctx.extras
-    saved, arrays = list(ctx.saved_tensors[:split]), list(ctx.saved_tensors[split:])
+    saved, arrays = _split(ctx.saved_tensors, 5 + ctx.extras)
     needs = [*ctx.needs_input_grad[:3], *([True] * ctx.extras)]
     found = iter(attention_backward([do, dlse], saved, arrays, *ctx.wire, needs))
     dq, dk, dv, *extras = [next(found) if need else None for need in needs]
@@ -129,10 +127,10 @@ def _save_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 def _double_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     """The derivative of the backward pass, as that of the gradient of the differentiable fold. o and lse are functions of
     the inputs here, so nothing flows through the saved ones."""
-    split = 5 + ctx.extras
-    tensors, arrays = list(ctx.saved_tensors[:split]), list(ctx.saved_tensors[split:])
+    tensors, arrays = _split(ctx.saved_tensors, 5 + ctx.extras)
     with torch.enable_grad():
-        do, dlse, *xs = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+        # views are nodes of their own: a do that was computed from q must not count as a path from q
+        do, dlse, *xs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
         x = ctx.request.inputs(*xs[:3], xs[3:])
         partial = _differentiable(x, Wire(arrays, *ctx.wire))
         asked = [t for t, need in zip(xs, ctx.needs, strict=True) if need]
@@ -149,7 +147,7 @@ attention_backward.register_autograd(_double_backward, setup_context=_save_backw
 
 @attention_backward.register_vmap
 def _(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
-    """Batched gradients (`is_grads_batched`, `jacrev` of a graph), one entry after the other: exact, as fast as a loop."""
+    """torch.func.vmap over the backward pass of a graph, one entry after the other: exact, as fast as a loop."""
 
     def pick(x: Any, dim: Any, entry: int) -> Any:
         if isinstance(x, list | tuple):

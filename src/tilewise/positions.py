@@ -19,7 +19,7 @@ def host(x: Array) -> np.ndarray:
 
 def is_number(x: Array) -> bool:
     """True for one number, a plain int or a symbolic one; False for an array or a list."""
-    return isinstance(x, int) or not (hasattr(x, "shape") or isinstance(x, list | tuple))
+    return isinstance(x, int) or not (hasattr(x, "shape") or isinstance(x, (list, tuple)))
 
 
 class Rows(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
@@ -19,6 +18,9 @@ from .score import Score
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """The dtypes attention is defined on, with their bytes."""
 
+NAMES = ("q", "k", "v", "bias", "alibi", "sink")
+"""The inputs, in the order in which operators carry them."""
+
 
 @dataclass
 class Inputs(Generic[A]):
@@ -34,9 +36,10 @@ class Inputs(Generic[A]):
     alibi: A | None = None
     sink: A | None = None
 
-    def present(self) -> Iterator[tuple[str, A]]:
+    def present(self) -> list[tuple[str, A]]:
         """The name and array of each input that was given."""
-        return ((name, x) for name, x in vars(self).items() if x is not None)
+        named = [(name, getattr(self, name)) for name in NAMES]
+        return [(name, x) for name, x in named if x is not None]
 
 
 class Partial(NamedTuple):
@@ -93,7 +96,7 @@ class Problem:
         if not isinstance(mask, Mask):
             raise DtypeError(f"mask must be a tilewise mask such as Causal() or Where(table), got {type(mask).__name__}")
         layout = layout_of(options, mask, (b, n, s))
-        mask.check(layout.ragged.sequences if isinstance(layout, Packed) else b, h)
+        mask.check((layout.ragged.sequences if isinstance(layout, Packed) else b, h, n, s))
         score = Score(
             d**-0.5 if options.scale is None else options.scale,
             options.softcap,

@@ -79,14 +79,14 @@ class Packed:
     cols: int
 
     def queries(self, b: slice, i: slice) -> Rows:
-        index = np.arange(self.rows)[None, i]
+        index = np.arange(*i.indices(self.rows))[None]
         q, kv = host(self.ragged.q_offsets), host(self.ragged.kv_offsets)
         r = _owner(q, index)
         shift = (kv[1:] - kv[:-1]) - (q[1:] - q[:-1]) if len(q) > 1 else np.zeros(1, np.int64)
         return Rows(r, np.where(r < 0, 0, index - q[r] + shift[r]))
 
     def keys(self, b: slice, j: slice) -> Rows:
-        index = np.arange(self.cols)[None, j]
+        index = np.arange(*j.indices(self.cols))[None]
         kv = host(self.ragged.kv_offsets)
         r = _owner(kv, index)
         return Rows(np.where(r < 0, -2, r), np.where(r < 0, 0, index - kv[r]))

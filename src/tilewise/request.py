@@ -16,10 +16,10 @@ from .dropout import Dropout
 from .mask import Full, Mask, Where, parse
 from .mask.base import Both
 from .positions import Positions, is_number
-from .problem import Inputs, Options, Problem
+from .problem import NAMES, Inputs, Options, Problem
 from .ragged import Ragged
 
-EXTRAS = ("bias", "alibi", "sink")
+EXTRAS = NAMES[3:]
 
 
 class Wire(NamedTuple):
@@ -50,8 +50,9 @@ class Request:
             if number is not None:
                 words.append(word)
                 floats.append(float(number))
-        for side, positions in zip(("q", "k"), o.positions or (), strict=False):
-            words.append(_encode_positions(side, positions, ints, arrays))
+        if o.positions is not None:
+            q, k = o.positions
+            words += [_encode_positions("q", q, ints, arrays), _encode_positions("k", k, ints, arrays)]
         if o.ragged is not None:
             words.append("ragged")
             arrays = [*arrays, o.ragged.q_offsets, o.ragged.kv_offsets]

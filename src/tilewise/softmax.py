@@ -25,7 +25,15 @@ def empty(rows: int, e: int) -> State:
 
 
 def absorb(state: State, s: np.ndarray, v: np.ndarray, drop: np.ndarray | float = 1.0) -> State:
-    """`state` after a tile of logits s "rows cols" (-inf where hidden) and values v "cols e"; `drop` scales the weights."""
+    """`state` after a tile of logits s "rows cols" (-inf where hidden) and values v "cols e"; `drop` scales the weights.
+
+    >>> state = empty(rows=1, e=1)
+    >>> for block in ([1.0, 3.0], [2.0, 5.0]):
+    ...     state = absorb(state, np.array([block]), np.ones((2, 1)))
+    ...     print(f"m={state.m[0]:.0f} ℓ={state.l[0]:.3f}")
+    m=3 ℓ=1.135
+    m=5 ℓ=1.203
+    """
     m = np.maximum(state.m, s.max(axis=1, initial=-np.inf))
     alpha, p = np.exp(state.m - pivot(m)), np.exp(s - pivot(m)[:, None])
     acc = alpha[:, None] * state.acc + weigh(p * drop, v, ~np.isneginf(s))

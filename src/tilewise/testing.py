@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import api
 from .cases import CASES, Case
-from .problem import Inputs, Partial, Problem
+from .problem import Inputs, Options, Partial, Problem
 from .reference import plain
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -77,6 +77,20 @@ def check(case: Case, dtype: str = "float32", backend: str | None = None, device
     return judge(case, x, grads, mine)
 
 
+def assert_right(x: Inputs[Tensor], options: Options, backend: str | None = None, grads: Partial | None = None) -> None:
+    """Raise unless attention and its gradients on these very tensors are within budget; random (do, dlse) unless given."""
+    if grads is None:
+        rng = torch.Generator().manual_seed(0)
+        (b, n, h, _), e = x.q.shape, x.v.shape[3]
+        wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+        do, dlse = torch.randn(b, n, h, e, generator=rng), torch.randn(b, h, n, generator=rng)
+        grads = Partial(do.to(x.q.device, x.q.dtype), dlse.to(x.q.device, wide))
+    case = Case("given", options=options)
+    failed = [result for result in judge(case, x, grads, ask(case, x, grads, backend)) if not result.ok]
+    if failed:
+        raise AssertionError("\n".join(map(str, failed)))
+
+
 def judge(case: Case, x: Inputs[Tensor], grads: Partial, mine: Answer) -> list[Result]:
     """Hold an answer to the budget: against the definition in float64, and against the eager computation's own error."""
     exact = Inputs(**{name: _float64(t) for name, t in x.present()})
@@ -120,6 +134,16 @@ def call(case: Case, x: Inputs[Tensor], backend: str | None = None) -> Partial:
     o, drop = case.options, case.options.dropout
     rate, seed = (drop.rate, torch.tensor(drop.seed)) if drop is not None else (0.0, None)
     return api.compute(x, o, o.scale, (rate, seed), backend)
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Equal but for the order of their sums: within 16 roundings in L2, infinities and NaN in the same places."""
+    eps = torch.finfo(a.dtype).eps
+    a, b = a.detach().double(), b.detach().double().to(a.device)
+    finite = b.isfinite()
+    if a.shape != b.shape or not torch.equal(a.isfinite(), finite) or not torch.equal(a[a.isinf()], b[b.isinf()]):
+        return False
+    return bool((a[finite] - b[finite]).norm() <= 16 * eps * b[finite].norm())
 
 
 def tensors(x: Inputs[np.ndarray], dtype: str, device: str) -> Inputs[Tensor]:
@@ -175,14 +199,14 @@ def _dense(problem: Problem, x: Inputs[Tensor]) -> tuple[Tensor, Tensor, Tensor,
     keep = torch.from_numpy(np.array(problem.keep())).to(device)
     s = _spread(problem, x.q) @ _spread(problem, x.k).transpose(-1, -2) * score.scale
     if x.bias is not None:
-        s = s + x.bias
+        s = s + x.bias.to(s.dtype)
     if x.alibi is not None:
-        s = s - x.alibi[..., None, None] * _distance(problem).to(device, x.q.dtype)
+        s = s - x.alibi[..., None, None].to(s.dtype) * _distance(problem).to(device, x.q.dtype)
     if score.softcap is not None:
         s = score.softcap * torch.tanh(s / score.softcap)
     s = s.masked_fill(~keep, -torch.inf)
     if x.sink is not None:
-        s = torch.cat([s, x.sink[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+        s = torch.cat([s, x.sink[None, :, None, None].to(s.dtype).expand(*s.shape[:3], 1)], -1)
     hidden = (s == -torch.inf).all(-1, keepdim=True)
     p = torch.where(hidden, 0, torch.softmax(torch.where(hidden, 0, s), -1))[..., : problem.s]
     lse = torch.where(hidden, -torch.inf, torch.logsumexp(torch.where(hidden, 0, s), -1, keepdim=True))[..., 0]

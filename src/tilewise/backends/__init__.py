@@ -43,6 +43,16 @@ def load(name: str) -> Backend:
     return import_module(f"{__name__}.{name}")  # type: ignore[return-value]
 
 
+def forward(plan: Plan, x: Inputs[Any]) -> Partial:
+    """Launch a plan."""
+    return load(plan.backend).forward(plan.problem, x, plan.config)
+
+
+def backward(plan: Plan, x: Inputs[Any], saved: Partial, grads: Partial, needs: Sequence[str]) -> Inputs[Any]:
+    """Launch a plan's backward pass for the gradients named in `needs`."""
+    return load(plan.backend).backward(plan.problem, x, saved, grads, plan.config, needs)
+
+
 def make_plan(problem: Problem, name: str | None = None) -> Plan:
     """The plan of the named backend, or of the first that does not refuse; `Unsupported` with every reason otherwise."""
     refused: list[tuple[str, tuple[str, ...]]] = []

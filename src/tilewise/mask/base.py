@@ -51,8 +51,8 @@ class Mask:
         """This mask once it is known where the first query row sits and how many query heads there are."""
         return self
 
-    def check(self, batch: int, heads: int) -> None:
-        """Raise `ShapeError` where an array of this mask does not fit the problem's batch or heads."""
+    def check(self, sizes: tuple[int, int, int, int]) -> None:
+        """Raise `ShapeError` where an array of this mask does not fit the problem's (b, h, n, s)."""
 
     def check_values(self) -> None:
         """Raise `OptionError` where the numbers in an array of this mask make no sense: reads them, so it runs last."""
@@ -157,9 +157,9 @@ class Both(Mask):
     def bind(self, q_start: Array, heads: int) -> Mask:
         return Both(tuple(part.bind(q_start, heads) for part in self.parts))
 
-    def check(self, batch: int, heads: int) -> None:
+    def check(self, sizes: tuple[int, int, int, int]) -> None:
         for part in self.parts:
-            part.check(batch, heads)
+            part.check(sizes)
 
     def check_values(self) -> None:
         for part in self.parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class Prefix(Mask):
     length: Array
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, list | tuple):
+        if isinstance(self.length, (list, tuple)):
             object.__setattr__(self, "length", np.asarray(self.length))
         elif is_number(self.length) and self.length < 0:
             raise OptionError(f"Prefix: length cannot be negative, got {self.length}")
@@ -31,8 +32,8 @@ class Prefix(Mask):
     def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.full_like(i, -FOREVER), np.maximum(i + 1, _of_sequence(self.length, b))
 
-    def check(self, batch: int, heads: int) -> None:
-        _check_batch("Prefix: length", self.length, batch, axes="b")
+    def check(self, sizes: tuple[int, int, int, int]) -> None:
+        _check_batch("Prefix: length", self.length, sizes[0], axes="b")
 
     def encode(self) -> Encoded:
         return (
@@ -86,9 +87,9 @@ class Lengths(Mask):
         first = 0 if self.first is None else _of_sequence(self.first, b)
         return first, first + _of_sequence(self.kv, b)
 
-    def check(self, batch: int, heads: int) -> None:
-        _check_batch("Lengths: kv", self.kv, batch, axes="b")
-        _check_batch("Lengths: first", self.first, batch, axes="b")
+    def check(self, sizes: tuple[int, int, int, int]) -> None:
+        _check_batch("Lengths: kv", self.kv, sizes[0], axes="b")
+        _check_batch("Lengths: first", self.first, sizes[0], axes="b")
 
     def encode(self) -> Encoded:
         if self.first is None:
@@ -124,41 +125,55 @@ class Documents(Mask):
         """A new document starts wherever `position_ids` ("s" or "b s") does not go up by one."""
         before = position_ids[..., :1] - 1
         step = position_ids.diff(prepend=before) if hasattr(position_ids, "diff") else np.diff(position_ids, prepend=before)
-        return cls((step != 1).cumsum(-1))
+        return cls((1 * (step != 1)).cumsum(-1))
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         mine, theirs = self._id(i, b), self._id(j, b)
         return (mine == theirs) & (mine >= 0)
 
-    def _id(self, x: Array, b: Array) -> Array:
+    @cached_property
+    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """ids, and where the run of each position starts and ends, all "b s" on the host."""
         ids = np.atleast_2d(host(self.ids))
-        if ids.shape[1] == 0:
+        edge = np.ones((len(ids), 1), bool)
+        change = ids[:, 1:] != ids[:, :-1]
+        index = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        starts, ends = (
+            np.concatenate([edge, change], 1)[:, : ids.shape[1]],
+            np.concatenate([change, edge], 1)[:, : ids.shape[1]],
+        )
+        first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        past = np.minimum.accumulate(np.where(ends, index + 1, ids.shape[1])[:, ::-1], axis=1)[:, ::-1]
+        return ids, first, past
+
+    def _look_up(self, x: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Which positions lie inside, and where to look them up; needs at least one position."""
+        batch, size = self._runs[0].shape
+        inside = (x >= 0) & (x < size)
+        return inside, (b % batch, np.where(inside, x, 0))
+
+    def _id(self, x: Array, b: Array) -> Array:
+        if self._runs[0].size == 0:
             return 0 * x - 1
-        inside = (x >= 0) & (x < ids.shape[1])
-        return np.where(inside, ids[b % len(ids), np.where(inside, x, 0)], -1)
+        inside, at = self._look_up(x, b)
+        return np.where(inside, self._runs[0][at], -1)
 
     def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.atleast_2d(host(self.ids))
-        size = ids.shape[1]
-        if size == 0:
+        ids, first, past = self._runs
+        if ids.size == 0:
             return np.zeros_like(i), np.zeros_like(i)
-        starts = np.concatenate([np.ones((len(ids), 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-        index = np.broadcast_to(np.arange(size), ids.shape)
-        first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-        ends = np.concatenate([starts[:, 1:], np.ones((len(ids), 1), bool)], axis=1)
-        past = np.minimum.accumulate(np.where(ends, index + 1, size)[:, ::-1], axis=1)[:, ::-1]
-        inside = (i >= 0) & (i < size)
-        at = b % len(ids), np.where(inside, i, 0)
+        inside, at = self._look_up(i, b)
         seen = inside & (ids[at] >= 0)
         return np.where(seen, first[at], 0), np.where(seen, past[at], 0)
 
-    def check(self, batch: int, heads: int) -> None:
-        _check_batch("Documents: ids", self.ids, batch, axes="b s")
+    def check(self, sizes: tuple[int, int, int, int]) -> None:
+        _check_batch("Documents: ids", self.ids, sizes[0], axes="b s")
 
     def check_values(self) -> None:
         """Raise unless every document is one run of equal ids."""
-        for row in np.atleast_2d(host(self.ids)):
-            runs = row[np.concatenate([[True], row[1:] != row[:-1]])] if row.size else row
+        ids, first, _ = self._runs
+        for row, starts in zip(ids, first, strict=True):
+            runs = row[starts == np.arange(len(row))]
             runs = runs[runs >= 0]
             if len(np.unique(runs)) != len(runs):
                 raise OptionError("Documents: each document must be one run of equal ids; an id comes back after another")

@@ -50,7 +50,11 @@ class Where(Mask):
             return self.test(b, h, i, j)
         table = self._table
         index = (b, h, i - (self.start or 0), j)
-        return table[tuple(x % size if size == 1 else x for x, size in zip(index, table.shape, strict=True))]
+        index = tuple(x * 0 if size == 1 else x for x, size in zip(index, table.shape, strict=True))
+        for axis, x, size in zip("bhns", index, table.shape, strict=True):
+            if np.size(x) and (np.min(x) < 0 or np.max(x) >= size):
+                raise ShapeError(f"axis {axis}: Where table {table.shape} has no entry for every position asked of it")
+        return table[index]
 
     @cached_property
     def _table(self) -> np.ndarray:
@@ -70,11 +74,15 @@ class Where(Mask):
             )
         return replace(self, start=q_start, heads=heads)
 
-    def check(self, batch: int, heads: int) -> None:
-        shape = (1, 1) if callable(self.test) else (1,) * (4 - len(self.test.shape)) + tuple(self.test.shape)
-        for axis, have, want in (("b", shape[0], batch), ("h", shape[1], heads)):
-            if have not in (1, want):
-                raise ShapeError(f"axis {axis}: Where table {tuple(self.test.shape)} does not broadcast to {want}")
+    def check(self, sizes: tuple[int, int, int, int]) -> None:
+        if callable(self.test):
+            return
+        shape = (1,) * (4 - len(self.test.shape)) + tuple(self.test.shape)
+        for axis, have, want in zip("bhns", shape, sizes, strict=True):
+            if have not in (1, want) and (self.start is None or axis in "bh"):
+                raise ShapeError(
+                    f"axis {axis}: Where table {tuple(self.test.shape)} does not broadcast to {tuple(sizes)} 'b h n s'"
+                )
 
     def encode(self) -> Encoded:
         start = ", INT" if self.start is not None else ""

@@ -1,0 +1,37 @@
+# One verb per task. `make demo` and `make test` set everything up on a machine with only Python and a network.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# one thread a process: the tests run in two processes already
+TEST_ENV := OMP_NUM_THREADS=1
+
+.PHONY: setup demo test lint check bench clean
+.DEFAULT_GOAL := test
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (torch and friends: a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/tilewise demo
+
+test: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 5
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+check: setup
+	$(BIN)/tilewise check --backend torch
+
+bench: setup
+	$(BIN)/tilewise bench --device cpu
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

