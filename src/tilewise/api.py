@@ -52,6 +52,7 @@ def attention(
     Spec        `reference.plain.attention`, the definition; `softmax.absorb`, the loop
     Source      Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, section 3
 
+    >>> from tilewise import Causal, Window
     >>> q, k, v = torch.randn(2, 5, 8, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 24)
     >>> attention(q, k, v, mask=Causal() & Window(left=3)).shape
     torch.Size([2, 5, 8, 24])
@@ -86,6 +87,7 @@ def attention_with_lse(
     Shapes      o "b n h e" in the inputs' dtype · lse "b h n", float32 (float64 for float64 inputs)
     Everything else as in `attention`.
 
+    >>> from tilewise import Causal
     >>> x = torch.randn(1, 6, 2, 8)
     >>> attention_with_lse(x, x, x, mask=Causal()).lse.shape
     torch.Size([1, 2, 6])
@@ -120,6 +122,7 @@ def attention_varlen(
                 packing changes no result
     Rows past the last offset give 0 and gradients 0. Everything else as in `attention`.
 
+    >>> from tilewise import Causal, Ragged
     >>> q = torch.randn(8, 4, 16)
     >>> attention_varlen(q, q, q, ragged=Ragged.from_lengths([3, 5]), mask=Causal()).shape
     torch.Size([8, 4, 16])
@@ -191,13 +194,14 @@ def plan(
     """What `attention` (with `ragged`, `attention_varlen`) would run on these arguments, why, and what it costs; print it.
     Takes the same options and computes nothing.
 
+    >>> from tilewise import Causal
     >>> x = torch.randn(1, 1024, 8, 64)
     >>> print(plan(x, x, x, mask=Causal()))
     backend   torch on cpu, float32
     problem   b=1 n=1024 s=1024 h=8 g=8 d=64 e=64, mask INTERVAL
     tiles     256 × 512: visits 48 of 64 (16 FULL, 32 PARTIAL, 16 EMPTY)
-    forward   1.611 GFLOP, 18.91 MB (storing the scores: 142.61 MB)
-    backward  5.637 GFLOP, 42.21 MB (storing the scores: 257.95 MB)
+    forward   1.611 GFLOP, 16.81 MB (storing the scores: 142.61 MB)
+    backward  5.637 GFLOP, 37.95 MB (storing the scores: 251.66 MB)
     workspace 12.0 MiB beside inputs, outputs and gradients
     """
     from .backends import make_plan

@@ -84,14 +84,14 @@ def backward(problem: Problem, shape: TileShape) -> Cost:
 
 
 def standard(problem: Problem, backward: bool = False) -> Cost:
-    """Attention that stores the n×s scores s and weights p: each is written once and read back once (Dao et al. 2022,
-    algorithm 0); backward reads p, and writes and reads ds."""
+    """Attention that stores the n×s scores s and weights p, each written once and read back once (Dao et al. 2022, algorithm
+    0); backward reads p twice, and stores dp and ds (algorithm 3)."""
     p, heads = problem, problem.b * problem.h
     pairs = heads * p.n * p.s
     q, o, k, v = heads * p.n * p.d, heads * p.n * p.e, p.b * p.g * p.s * p.d, p.b * p.g * p.s * p.e
     if not backward:
         return Cost(2 * pairs * (p.d + p.e), pairs, (q + k + v + 2 * pairs) * p.itemsize, (o + 2 * pairs) * p.itemsize)
-    reads = 2 * q + 2 * k + v + 2 * o + 5 * pairs
+    reads = q + k + v + 2 * o + 5 * pairs
     return Cost(2 * pairs * (2 * p.d + 2 * p.e), 0, reads * p.itemsize, (q + k + v + 2 * pairs) * p.itemsize)
 
 

@@ -35,7 +35,7 @@ class Dropout:
     """Each probability is dropped with chance `rate`; what is kept grows by 1 / (1 − rate).
 
     >>> Dropout(0.5, seed=7).keep(0, 0, 0, np.arange(8)).astype(int)
-    array([0, 1, 1, 0, 0, 1, 1, 1])
+    array([1, 1, 0, 0, 0, 1, 0, 1])
     """
 
     rate: float

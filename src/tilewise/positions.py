@@ -82,7 +82,8 @@ class Positions:
         rows = self.array()
         batch = max(len(rows), len(position))
         position = np.broadcast_to(position, (batch, position.shape[1]))
-        return np.stack([np.searchsorted(rows[b % len(rows)], position[b]) for b in range(batch)])
+        found = [np.searchsorted(rows[b % len(rows)], position[b]) for b in range(batch)]
+        return np.array(found, dtype=np.int64).reshape(position.shape)
 
     def check_values(self, side: str) -> None:
         """Raise unless rows given one by one strictly increase, which `find` relies on."""

@@ -63,4 +63,6 @@ def weigh(p: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
     bad = ~np.isfinite(v).all(axis=1)
     if not bad.any():
         return p @ v
-    return p[:, ~bad] @ v[~bad] + sum(np.where(seen[:, [c]], p[:, [c]] * v[c], 0) for c in np.flatnonzero(bad))
+    with np.errstate(invalid="ignore"):  # 0·inf of a seen pair is NaN, as it should be
+        dirty = sum(np.where(seen[:, [c]], p[:, [c]] * v[c], 0) for c in np.flatnonzero(bad))
+        return p[:, ~bad] @ v[~bad] + dirty

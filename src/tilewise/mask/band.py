@@ -74,12 +74,12 @@ class Window(Mask):
                 )
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
-        after = (j >= i - self.left) if self.left is not None else (j == j)
-        return after & ((j <= i + self.right) if self.right is not None else (i == i))
+        after = (j >= i - min(self.left, FOREVER)) if self.left is not None else (j == j)
+        return after & ((j <= i + min(self.right, FOREVER)) if self.right is not None else (i == i))
 
     def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        lo = np.full_like(i, -FOREVER) if self.left is None else i - self.left
-        return lo, np.full_like(i, FOREVER) if self.right is None else i + self.right + 1
+        lo = np.full_like(i, -FOREVER) if self.left is None else i - min(self.left, FOREVER)
+        return lo, np.full_like(i, FOREVER) if self.right is None else i + min(self.right, FOREVER) + 1
 
     def encode(self) -> Encoded:
         sizes = [size for size in (self.left, self.right) if size is not None]

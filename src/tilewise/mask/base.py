@@ -106,6 +106,7 @@ class Mask:
     def tile(self, q: Positions, kv: Positions, batch: int = 1) -> Tile:
         """EMPTY, PARTIAL or FULL: what this mask leaves of the tile of these query and key positions.
 
+        >>> from tilewise.mask import Causal
         >>> Causal().tile(Positions(4, start=8), Positions(4)).name
         'FULL'
         """

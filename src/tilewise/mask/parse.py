@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from .._errors import OptionError
+from .._errors import OptionError, ShapeError
 from .._typing import Array
 from .band import Causal, Full, Window
 from .base import Mask
@@ -54,13 +54,18 @@ class _Reader:
             args[0] = function(args[0])
         try:
             return _MASKS[name](*args, **keywords)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
+            if isinstance(error, OptionError | ShapeError):
+                raise
             raise OptionError(f"mask {self.text!r}: {str(error).replace('.__init__()', '')}") from None
 
     def value(self, node: ast.expr) -> Array:
         if isinstance(node, ast.Name) and node.id in ("INT", "ARRAY"):
-            return next(self.ints if node.id == "INT" else self.arrays)
+            value = next(self.ints if node.id == "INT" else self.arrays, None)
+            if value is None:
+                raise OptionError(f"mask {self.text!r}: there is no {node.id} left to take")
+            return value
         try:
             return ast.literal_eval(node)
-        except ValueError:
+        except (ValueError, TypeError):
             raise OptionError(f"mask {self.text!r}: {ast.unparse(node)!r} is not a number, a list or a string") from None

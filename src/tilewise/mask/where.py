@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 
 import numpy as np
 
@@ -23,7 +24,8 @@ class Where(Mask):
 
     A function `test(b, h, i, j)` gets integer arrays that broadcast to "b h rows cols" (sequence, query head, query
     position, key position) and is asked tile by tile: no n×s table is ever made. A table broadcasts to "b h n s".
-    `start` is the position of a table's first row: where the first query row sits unless given.
+    `start` is the position of a table's first row: where the first query row sits unless given. Positions outside a table
+    are hidden.
 
     >>> Where(lambda b, h, i, j: (i + j) % 2 == 0).keep(1, 3)
     True
@@ -51,10 +53,10 @@ class Where(Mask):
         table = self._table
         index = (b, h, i - (self.start or 0), j)
         index = tuple(x * 0 if size == 1 else x for x, size in zip(index, table.shape, strict=True))
-        for axis, x, size in zip("bhns", index, table.shape, strict=True):
-            if np.size(x) and (np.min(x) < 0 or np.max(x) >= size):
-                raise ShapeError(f"axis {axis}: Where table {table.shape} has no entry for every position asked of it")
-        return table[index]
+        inside = reduce(and_, [(x >= 0) & (x < size) for x, size in zip(index, table.shape, strict=True)])
+        if table.size == 0:
+            return inside
+        return inside & table[tuple(np.where(inside, x, 0) for x in index)]
 
     @cached_property
     def _table(self) -> np.ndarray:

@@ -109,7 +109,8 @@ def _product(weights: Matrix, x: Matrix, keep: Matrix) -> Matrix:
     if np.isfinite(x).all():
         return weights @ x
     pairs = np.broadcast_to(keep, weights.shape)[..., None]
-    return np.where(pairs, weights[..., None] * x[..., None, :, :], 0).sum(-2)
+    with np.errstate(invalid="ignore"):  # 0·inf of a kept pair is NaN, as it should be
+        return np.where(pairs, weights[..., None] * x[..., None, :, :], 0).sum(-2)
 
 
 def _reduce(x: Matrix, shape: tuple[int, ...]) -> Matrix:
