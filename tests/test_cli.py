@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tilewise import backends, demo
@@ -25,6 +27,7 @@ from tilewise.bench.run import Setting, run
 from tilewise.bench.timing import Clock, burst, spread, sustained
 from tilewise.bench.verify import verify
 from tilewise.cli import app
+from tilewise.cli.bench import fit
 from tilewise.explain import tilemap
 from tilewise.mask import Causal, Where, Window
 from tilewise.problem import Partial
@@ -110,6 +113,8 @@ def test_module_is_the_command() -> None:
         (("plan", "--backend", "abacus"), "'abacus' is unknown"),
         (("plan", "--device", "abacus"), "device 'abacus' cannot be used"),
         (("check", "--case", "no such case"), "matches 'no such case'"),
+        (("check", "--backend", "abacus"), "'abacus' is unknown"),
+        (("check", "--dtype", "int8"), "dtype must be one of"),
         (("bench", "--case", "no such case"), "'no such case' is unknown"),
     ],
 )
@@ -246,6 +251,13 @@ def test_bench_refuses_what_is_not_right(monkeypatch: pytest.MonkeyPatch, answer
     json.dumps([row.json() for row in rows], allow_nan=False)
 
 
+@pytest.mark.usefixtures("tiny")
+def test_bench_says_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TORCH, "forward", lambda *arguments: _raise(RuntimeError("out of paper")))
+    result = tilewise("bench", "--quick", "--case", "tiny")
+    assert result.exit_code == 1 and "RuntimeError: out of paper" in result.stdout
+
+
 def test_a_backend_that_refuses_is_a_footnote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TORCH, "why_not", lambda problem: ("only on Tuesdays",))
     outcome = run(TINY, Setting(backend="torch"), lambda text: None)
@@ -315,6 +327,17 @@ def test_losses_count_like_wins() -> None:
     assert report.score("sdpa") == (1, 1) and [row.ratio("sdpa") for row in rows] == [0.5, 2.0]
     assert report.footnotes() == ["flex not measured in c forward, d forward: why"]
     assert rows[0].ratio("flex") is None and not Report("empty").ok
+
+
+@pytest.mark.parametrize(("width", "columns"), [(64, 7), (80, 9), (120, 11)])
+def test_narrow_terminals_get_fewer_columns(width: int, columns: int) -> None:
+    row = Row("case", "forward", "burst", "TFLOP/s", 1.0, {"sdpa": 2.0, "flex": 0.5}, 0.1, 1e-7, 1e-6)
+    console = Console(width=width, file=StringIO())
+    made = fit(Report("tilewise bench", [row]), console)
+    console.print(made)
+    assert len(made.columns) == columns and isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "vs flex" in lines[1] and "2.00×" in lines[3] and ("error/budget" in lines[1]) == (width == 120)
 
 
 # demo

@@ -328,7 +328,7 @@ def test_text_is_read(text, mask):
 BAD = [
     "", "causal(", "causal &", "causal | full", "~causal", "causal; full", "causal = full", "causal and full", "3", "'causal'",
     "nothing", "Causal", "mask.causal", "causal.keep", "causal.__class__", "causal().__class__()", "__import__('os')",
-    "__import__('os').abort()", "causal(__import__('os').abort())", "window(left=open('x'))", "prefix(len([1]))", "prefix(n)",
+    "__import__('os').getcwd()", "causal(__import__('os').getcwd())", "window(left=open('x'))", "prefix(len([1]))", "prefix(n)",
     "(lambda: causal)()", "[causal for _ in 'x']", "causal if 1 else full", "causal()()", "window(3)(4)", "f'{causal}'",
     "causal('middle')", "causal(3)", "window(-1)", "window(0, -2)", "window(1, 2, 3)", "window(up=3)", "window('3')",
     "prefix", "prefix()", "prefix(-1)", "prefix('a')", "chunked", "chunked(0)", "documents", "full(1)", "where", "where(3)",

@@ -50,6 +50,7 @@ def run(case: Case, setting: Setting, tell: Tell) -> Outcome:
         task = Task.of(case, name, setting.device)
         if not all(v.ok for v in verdicts.values()):
             rows += [_row(task, regime, {}, verdict) for regime in REGIMES]
+            notes += [Note("tilewise", case.name, name, verdict.detail)] if verdict.detail else []
             continue
         ready, refused = _contenders(task, setting, tell)
         notes += refused

@@ -25,9 +25,10 @@ class Commands(TyperGroup):
         except (ShapeError, DtypeError, OptionError, Unsupported) as error:
             raise _stop(str(error), 2) from None
         except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
+            if error.name is None or error.name.startswith("tilewise"):
                 raise
-            raise _stop(f"this needs {error.name}: pip install 'tilewise[{EXTRAS[error.name]}]'", 1) from None
+            how = f": pip install 'tilewise[{EXTRAS[error.name]}]'" if error.name in EXTRAS else ", which is not installed"
+            raise _stop(f"this needs {error.name}{how}", 1) from None
 
 
 def _stop(message: str, status: int) -> typer.Exit:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 import typer
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from .._errors import OptionError
@@ -26,12 +28,14 @@ def bench(
     case: list[str] = typer.Option([], help="only this case; may be given several times"),
     quick: bool = typer.Option(False, "--quick", help="few cases, short turns, and no peers that compile first"),
     json: Path | None = typer.Option(None, help="also write rows and provenance into this file"),
-    seconds: float | None = typer.Option(None, min=0.0, help="a regime of a pass  [default: 1, quick 0.5]", show_default=False),
+    seconds: float | None = typer.Option(None, min=0.0, help="a regime of a pass (default: 1, quick 0.5)", show_default=False),
     backend: str | None = typer.Option(None, help="measure this backend of tilewise"),
 ) -> None:
     """Measure tilewise and its peers, taking turns, after checking every result. Exit status 1 if a case is refused."""
     check_device(device)
     cases = choose(device, case, quick)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
     peers = tuple(peer for peer in PEERS if not (quick and peer.slow_start))
     setting = Setting(device, seconds if seconds is not None else QUICK_SECONDS if quick else SECONDS, backend, peers)
     disturbed = busy()
@@ -73,33 +77,52 @@ def show(report: Report) -> None:
         "[dim]" + " · ".join(f"{name} {version}" for name, version in found.items() if version) + f" · {report.date}[/]"
     )
     peers = report.peers()
-    names = "case", "pass", "regime", "unit", "tilewise", *peers, *(f"vs {p}" for p in peers), "spread", "error/budget"
-    rows = table(*names, right=" ".join(names[4:]))
-    for column, name in zip(rows.columns, names, strict=True):
-        column.justify = "left" if name in names[:4] else "right"
-    for row in report.rows:
-        rows.add_row(*cells(row, peers))
-    console.print(rows)
+    console.print(fit(report, console))
     for peer in peers:
         won, lost = report.score(peer)
         console.print(f"against {peer}: faster in {won}, slower in {lost} of {won + lost} rows")
-    console.print(
-        "[dim]vs: our speed over theirs, above 1 is faster · spread: of the middle half of calls, widest contender[/]"
-    )
+    if peers:
+        console.print(
+            "[dim]vs: our speed over theirs, above 1 is faster; spread: of the middle half of calls, widest contender[/]"
+        )
     for line in report.footnotes():
         console.print(Text(line, style="dim"))
     for name in dict.fromkeys(row.case for row in report.rows if row.refused):
         err().print(f"[bold red]refused:[/] {name}: the result is wrong, so its speed means nothing", soft_wrap=True)
 
 
-def cells(row: Row, peers: list[str]) -> list[Text]:
-    """One line of the table."""
-    head = [Text(x) for x in (row.case, row.name, row.regime, row.unit)]
-    accuracy = Text(f"{row.error:.1e}/{row.budget:.1e}", style="bold red" if row.refused else "")
-    if row.refused:
-        return [*head, Text("refused", style="bold red"), *(Text("") for _ in (*peers, *peers)), Text(""), accuracy]
-    rates = [Text(f"{x:.3g}" if x is not None else "–") for x in (row.ours, *map(row.peers.get, peers))]
-    return [*head, *rates, *(_ratio(row.ratio(p)) for p in peers), Text(f"{row.spread:.0%}"), accuracy]
+def fit(report: Report, console: Console) -> Table:
+    """The table of all rows, without the columns that matter least where it would be too wide."""
+    peers = report.peers()
+    names = ["case", "pass", "regime", "unit", "tilewise", *peers, *(f"vs {p}" for p in peers), "spread", "error/budget"]
+    for dropped in ("", "error/budget", "spread", "unit", *peers):
+        names = [name for name in names if name != dropped]
+        rows = table(*names)
+        for column, name in zip(rows.columns, names, strict=True):
+            column.no_wrap, column.justify = True, "left" if name in ("case", "pass", "regime", "unit") else "right"
+        for row in report.rows:
+            found = cells(row, peers)
+            rows.add_row(*(found[name] for name in names))
+        if console.measure(rows, options=console.options.update(width=1000)).maximum <= console.width:
+            break
+    return rows
+
+
+def cells(row: Row, peers: list[str]) -> dict[str, Text]:
+    """One line of the table, by column."""
+    bad = "bold red" if row.refused else ""
+    rates = {"tilewise": row.ours, **{p: row.peers.get(p) for p in peers}}
+    return {
+        "case": Text(row.case),
+        "pass": Text(row.name),
+        "regime": Text(row.regime),
+        "unit": Text(row.unit),
+        **{name: Text("–" if rate is None else f"{rate:.3g}") for name, rate in rates.items()},
+        **({"tilewise": Text("refused", style=bad)} if row.refused else {}),
+        **{f"vs {p}": _ratio(row.ratio(p)) for p in peers},
+        "spread": Text("–" if row.spread is None else f"{row.spread:.0%}"),
+        "error/budget": Text(f"{row.error:.1e}/{row.budget:.1e}", style=bad),
+    }
 
 
 def _ratio(ratio: float | None) -> Text:

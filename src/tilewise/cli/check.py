@@ -5,7 +5,9 @@ from __future__ import annotations
 import typer
 from rich.text import Text
 
-from .._errors import OptionError
+from .. import backends
+from .._errors import DtypeError, OptionError
+from ..problem import DTYPES
 from .console import check_device, err, out, progress, table
 
 
@@ -20,6 +22,10 @@ def check(
     from ..testing import conformance, count
 
     check_device(device)
+    backends.load(backend)
+    unknown = [name for name in dtype if name not in DTYPES]
+    if unknown:
+        raise DtypeError(f"dtype must be one of {', '.join(DTYPES)}, got {unknown[0]!r}")
     dtypes, results = dtype or None, []
     with progress(count(backend, dtypes, case)) as step:
         for result in conformance(backend, device, dtypes, case):

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .._errors import OptionError
 
-PIPE_WIDTH = 120
+PIPE_WIDTH = 160
 """Columns of a pipe or a file, which have none of their own."""
 
 

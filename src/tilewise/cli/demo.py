@@ -53,7 +53,7 @@ def sentences() -> bool:
     title = "2  all-MiniLM-L6-v2, pretrained: the nearest sentence to each"
     rows = console.table("sentence", "nearest", "sdpa", "tilewise", title=title, right="sdpa tilewise")
     for column in rows.columns[:2]:
-        column.overflow, column.no_wrap, column.max_width = "ellipsis", True, max(12, (console.out().width - 24) // 2)
+        column.overflow, column.no_wrap, column.max_width = "ellipsis", True, max(12, (console.out().width - 32) // 2)
     found = zip(shows.SENTENCES, shows.neighbours(theirs), shows.neighbours(ours), strict=True)
     for sentence, (_, theirs_cosine), (nearest, cosine) in found:
         rows.add_row(sentence, shows.SENTENCES[nearest], f"{theirs_cosine:.4f}", f"{cosine:.4f}")

@@ -29,8 +29,8 @@ STYLES = {Tile.EMPTY: "bright_black", Tile.PARTIAL: "yellow", Tile.FULL: "bold c
 def mask(
     text: str = typer.Argument(..., help="such as 'causal & window(left=3)'", metavar="MASK"),
     n: int = typer.Argument(8, min=1, help="query rows"),
-    s: int | None = typer.Argument(None, min=1, help="key rows  [default: N]", show_default=False),
-    block_m: int | None = typer.Option(None, min=1, help="query rows of a tile  [default: at most 32 tiles a side]"),
+    s: int | None = typer.Argument(None, min=1, help="key rows (default: N)", show_default=False),
+    block_m: int | None = typer.Option(None, min=1, help="query rows of a tile (default: at most 32 tiles a side)"),
     block_n: int | None = typer.Option(None, min=1, help="key rows of a tile"),
     png: Path | None = typer.Option(None, help="also draw the tile map into this file"),
     svg: Path | None = typer.Option(None, help="also draw the tile map into this file"),
@@ -49,6 +49,7 @@ def mask(
     tiles(console, problem, shape)
     for path, kind in ((png, "png"), (svg, "svg")):
         if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             tilemap.save(problem, shape, path, f"{text}, tiles of {shape.block_m} × {shape.block_n}", kind)
             console.print(f"wrote {path}", soft_wrap=True)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...mask import Tile
-from ...positions import Rows
 from ...problem import Inputs, Problem
 from ...tiles import Visit
 from .dropout import keep as dropout_keep
@@ -106,15 +105,14 @@ class Chunk:
         whole = keep.expand(self.b.stop - self.b.start, *keep.shape[1:]).flatten(2, 3)
         return whole.to(accumulator(p)) * p.dropout.scale
 
-    def _rows(self, visit: Visit) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _rows(self, visit: Visit) -> tuple[list[Tensor], list[Tensor]]:
         """(sequence, position) of the tile's rows as "b 1 1 rows 1", and of its columns as "b 1 1 1 cols"."""
-        layout, device = self.problem.layout, self.x.q.device
-
-        def put(rows: Rows, view: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-            return tuple(torch.from_numpy(np.array(x)).to(device)[(slice(None), None, None, *view)] for x in rows)  # type: ignore
-
-        across, down = (slice(None), None), (None, slice(None))
-        return put(layout.queries(self.b, visit.i), across), put(layout.keys(self.b, visit.j), down)  # type: ignore[arg-type]
+        device, layout = self.x.q.device, self.problem.layout
+        rows, cols = (
+            [torch.from_numpy(np.array(x)).to(device)[:, None, None] for x in side]
+            for side in (layout.queries(self.b, visit.i), layout.keys(self.b, visit.j))
+        )
+        return [x[..., :, None] for x in rows], [x[..., None, :] for x in cols]
 
     def _keep(self, visit: Visit) -> Tensor:
         """The mask of a tile, "b g r rows cols" up to broadcasting."""
