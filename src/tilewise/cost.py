@@ -96,7 +96,13 @@ def standard(problem: Problem, backward: bool = False) -> Cost:
 
 
 def _each_batch(problem: Problem, price: Callable[[slice], Cost]) -> Cost:
-    return sum((price(b) for b in blocks(problem.b, 1)), Cost())
+    """The price of every batch entry; entries whose rows see the same keys cost the same and are walked once."""
+    p = problem
+    if p.mask.pointwise or p.b < 2:
+        return sum((price(b) for b in blocks(p.b, 1)), Cost())
+    seen = np.concatenate(p.mask.bounds(p.layout, slice(0, p.b), slice(0, p.n)), axis=1)
+    _, index, counts = np.unique(seen, axis=0, return_index=True, return_counts=True)
+    return sum((_scaled(price(slice(b, b + 1)), n) for b, n in zip(index.tolist(), counts.tolist(), strict=True)), Cost())
 
 
 def _tile_counts(problem: Problem, shape: TileShape, visits: Iterable[Visit]) -> Cost:
@@ -107,8 +113,8 @@ def _tile_counts(problem: Problem, shape: TileShape, visits: Iterable[Visit]) ->
     return Cost(empty_tiles=h * (everything - full - partial), partial_tiles=h * partial, full_tiles=h * full)
 
 
-def _scaled(cost: Cost, heads: int) -> Cost:
-    return Cost(*(heads * getattr(cost, f.name) for f in fields(cost)))
+def _scaled(cost: Cost, times: int) -> Cost:
+    return Cost(*(times * getattr(cost, f.name) for f in fields(cost)))
 
 
 def _length(part: slice) -> int:

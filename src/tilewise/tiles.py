@@ -51,9 +51,12 @@ def row_blocks(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[s
 
 def key_blocks(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[slice, list[Visit]]]:
     """Each block of key rows with the tiles that visit it, top to bottom: the order of dK and dV."""
-    visits = [v for _, row in row_blocks(problem, shape, b) for v in row]
+    columns: dict[int, list[Visit]] = {j.start: [] for j in blocks(problem.s, shape.block_n)}
+    for _, row in row_blocks(problem, shape, b):
+        for visit in row:
+            columns[visit.j.start].append(visit)
     for j in blocks(problem.s, shape.block_n):
-        yield j, [v for v in visits if v.j == j]
+        yield j, columns[j.start]
 
 
 def walk(problem: Problem, shape: TileShape, batch: int = 1) -> Iterator[Visit]:
@@ -68,3 +71,17 @@ def table(problem: Problem, shape: TileShape, b: slice) -> np.ndarray:
     edges = np.array([0, *(j.stop for j in blocks(problem.s, shape.block_n))])
     rows = [problem.mask.tiles(problem.layout, b, i, edges) for i in blocks(problem.n, shape.block_m)]
     return np.stack(rows) if rows else np.zeros((0, len(edges) - 1), int)
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Query-key pairs that the mask leaves, over batch and heads: what an honest count of operations counts."""
+    p, total = problem, 0
+    for b in blocks(p.b, 1):
+        for i in blocks(p.n, 256):
+            if p.mask.pointwise:
+                keep = p.mask.grid(p.layout, b, i, slice(0, p.s))
+                total += int(np.broadcast_to(keep, (1, p.h, i.stop - i.start, p.s)).sum())
+            else:
+                first, past = p.mask.bounds(p.layout, b, i)
+                total += p.h * int((past - first).sum())
+    return total

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from ..mask import Causal, Documents, Full, Mask, Window
 from ..problem import Inputs, Options, Problem
-from ..tiles import blocks
+from ..tiles import visible_pairs
 
 FULL = Full()
 
@@ -100,20 +99,6 @@ class Task:
     @property
     def unit(self) -> str:
         return "GB/s" if self.name == "decode" else "TFLOP/s"
-
-
-def visible_pairs(problem: Problem) -> int:
-    """Query-key pairs that the mask leaves, over batch and heads: what an honest count of operations counts."""
-    p, total = problem, 0
-    for b in blocks(p.b, 1):
-        for i in blocks(p.n, 256):
-            if p.mask.pointwise:
-                keep = p.mask.grid(p.layout, b, i, slice(0, p.s))
-                total += int(np.broadcast_to(keep, (1, p.h, i.stop - i.start, p.s)).sum())
-            else:
-                first, past = p.mask.bounds(p.layout, b, i)
-                total += p.h * int((past - first).sum())
-    return total
 
 
 def _cases(*cases: Case) -> dict[str, Case]:

@@ -9,11 +9,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..bench.cases import visible_pairs
 from ..explain import tilemap
 from ..mask import Tile, parse
 from ..problem import Inputs, Options, Problem
-from ..tiles import TileShape, table
+from ..tiles import TileShape, table, visible_pairs
 from .console import out
 
 SIDE = 32
