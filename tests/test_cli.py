@@ -163,7 +163,7 @@ def _raise(error: Exception) -> None:
 def test_plan_costs_no_memory_and_prints() -> None:
     result = tilewise("plan", "--b", 1, "--n", 4096, "--h", 8, "--d", 64, "--mask", "causal", "--g", 2, "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
-    for words in ("torch on cpu, bfloat16", "b=1 n=4096 s=4096 h=8 g=2 d=64 e=64", "256 × 512: visits 576 of 1024", "GFLOP"):
+    for words in ("torch on cpu, bfloat16", "b=1 n=4096 s=4096 h=8 g=2 d=64 e=64", "256 × 256: visits 1088 of 2048", "GFLOP"):
         assert words in result.stdout
     assert tilewise("plan", "--n", 40000, "--h", 512, "--d", 4096).exit_code == 0  # 312 GiB, were it real
 

@@ -173,6 +173,25 @@ def test_what_hidden_keys_and_values_hold_changes_nothing(mask, bad):
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does(bad):
+    case = Case("bias", n=5, s=7, bias="h 1 s", options=Options(Where(lambda b, h, i, j: j != 3) & Causal()))
+    x, grads = case.inputs(), case.upstream()
+    masked = Problem.describe(x, case.options)
+    assert x.bias is not None
+    bias, v = x.bias.copy(), x.v.copy()
+    bias[..., 3], v[:, 3] = -np.inf, bad
+    biased = replace(x, bias=bias, v=v)
+    problem = Problem.describe(biased, Options(Causal()))
+    with np.errstate(invalid="ignore"):
+        answers = [
+            folded(problem, biased, grads, TileShape(2, 3)),
+            Answer.of(plain.attention(problem, biased), plain.gradients(problem, biased, grads.o, grads.lse)),
+        ]
+    wrong = [r for r in held(masked, x, grads, *answers) if not r.ok]
+    assert not wrong, wrong
+
+
 def test_a_visible_nan_is_read():
     case = Case("poison", n=5, s=7, options=Options(Causal()))
     x = case.inputs()

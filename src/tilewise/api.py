@@ -199,9 +199,9 @@ def plan(
     >>> print(plan(x, x, x, mask=Causal()))
     backend   torch on cpu, float32
     problem   b=1 n=1024 s=1024 h=8 g=8 d=64 e=64, mask INTERVAL
-    tiles     256 × 512: visits 48 of 64 (16 FULL, 32 PARTIAL, 16 EMPTY)
-    forward   1.611 GFLOP, 16.81 MB (storing the scores: 142.61 MB)
-    backward  5.637 GFLOP, 37.95 MB (storing the scores: 251.66 MB)
+    tiles     256 × 256: visits 80 of 128 (48 FULL, 32 PARTIAL, 48 EMPTY)
+    forward   1.342 GFLOP, 14.71 MB (storing the scores: 142.61 MB)
+    backward  4.698 GFLOP, 40.11 MB (storing the scores: 251.66 MB)
     workspace 12.0 MiB beside inputs, outputs and gradients
     """
     from .backends import make_plan

@@ -10,9 +10,6 @@ from ...tiles import TileShape
 SCORES = 2**19
 """Scores alive in one step, over all its heads: 2 MiB in float32, about what one core's L2 holds."""
 
-TILE = 2**17
-"""Scores of one head in one step."""
-
 LIVE = 6
 """Score-sized arrays alive at once at the worst moment of backward: s, p, dp, ds, keep and a temporary."""
 
@@ -33,9 +30,11 @@ class Config:
 
 
 def configure(problem: Problem) -> Config:
-    """Tiles of 256 × 512, wider where there are few rows, and as many heads at once as `SCORES` allows."""
-    block_m = min(max(problem.n, 1), 256)
-    block_n = min(max(problem.s, 1), TILE // block_m)
+    """Square tiles, wider where there are few rows, and as many heads at once as `SCORES` allows: larger tiles for few heads,
+    for fewer operations; smaller ones for many, which skip more of what a mask hides."""
+    side = 512 if problem.b * problem.h < 4 else 256
+    block_m = min(max(problem.n, 1), side)
+    block_n = min(max(problem.s, 1), side * side // block_m)
     scores = block_m * block_n * problem.group
     together = max(1, SCORES // scores)
     key_heads = min(problem.g, together)
