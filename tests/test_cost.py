@@ -13,7 +13,7 @@ from strategies import questions
 from tilewise import cost
 from tilewise.cases import CASES
 from tilewise.cost import Cost, Meter
-from tilewise.mask import Causal, Full, Mask, Tile, Window
+from tilewise.mask import Causal, Full, Lengths, Mask, Tile, Window
 from tilewise.problem import DTYPES, Inputs, Options, Partial, Problem
 from tilewise.reference import flash
 from tilewise.tiles import TileShape, blocks, table
@@ -56,6 +56,16 @@ def test_cost_equals_the_meter_on_named_cases(case):
     forward, backward = measured(problem, case.inputs(), shape)
     assert priced(cost.forward(problem, shape)) == forward
     assert priced(cost.backward(problem, shape)) == backward
+
+
+@pytest.mark.parametrize(("n", "s"), [(0, 5), (5, 0), (5, 7)])
+@pytest.mark.parametrize("mask", [Full(), Lengths([3, 7, 3]), Causal() & Lengths([7, 7, 0])])
+def test_every_batch_entry_is_paid_for(mask, n, s):
+    problem = problem_of(mask, n, s, b=3, h=2, d=2, e=3)
+    x = Inputs(np.ones((3, n, 2, 2)), np.ones((3, s, 1, 2)), np.ones((3, s, 1, 3)))
+    forward, backward = measured(problem, x, TileShape(2, 3))
+    assert priced(cost.forward(problem, TileShape(2, 3))) == forward
+    assert priced(cost.backward(problem, TileShape(2, 3))) == backward
 
 
 def test_a_meter_counts_each_kind_once():

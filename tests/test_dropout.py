@@ -85,7 +85,7 @@ def outside(kept: np.ndarray, chance: float) -> bool:
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_the_share_kept_is_one_minus_the_rate(rate):
+def test_the_share_kept_is_one_minus_the_rate_and_what_is_kept_makes_up_for_it(rate):
     axes = np.ogrid[0:2, 0:3, 0:211, 0:503]
     keep = Dropout(rate, seed=17).keep(*axes)
     assert not outside(keep, 1 - rate)
@@ -94,6 +94,7 @@ def test_the_share_kept_is_one_minus_the_rate(rate):
     assert not outside(keep[..., 1:] & keep[..., :-1], (1 - rate) ** 2)
     assert not outside(keep[:, :, 1:] & keep[:, :, :-1], (1 - rate) ** 2)
     assert not outside(keep[:, 1:] & keep[:, :-1], (1 - rate) ** 2)
+    assert abs(Dropout(rate, 17).scale * (1 - rate) - 1) <= np.finfo(float).eps
     assert outside(keep, 1 - rate + 0.005) and outside(keep, 1 - rate - 0.005)
 
 

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
 
 LEVELS = {
-    0: {"_typing", "_errors", "_constants"},
+    0: {"_typing", "_errors"},
     1: {"positions", "mask", "score", "dropout", "ragged", "problem"},
     2: {"softmax", "tiles", "cost", "cases"},
     3: {"reference"},

@@ -15,7 +15,7 @@ from tilewise._errors import OptionError
 from tilewise.cases import CASES
 from tilewise.mask import Causal, Full, Lengths, Mask, Tile, Where, Window
 from tilewise.problem import Inputs, Options, Problem
-from tilewise.tiles import TileShape, Visit, blocks, key_blocks, row_blocks, table, walk
+from tilewise.tiles import TileShape, Visit, blocks, key_blocks, row_blocks, table, visible_pairs, walk
 
 SHAPES = st.builds(TileShape, st.integers(1, 9), st.integers(1, 9))
 
@@ -107,6 +107,19 @@ def test_the_table_holds_the_walk(question, shape):
             for v in visits:
                 filled[v.i.start // shape.block_m, v.j.start // shape.block_n] = v.kind
         np.testing.assert_array_equal(kinds, filled)
+
+
+@given(questions())
+@settings(max_examples=100, deadline=None)
+def test_visible_pairs_are_those_the_definition_keeps(question):
+    problem = Problem.describe(*question)
+    assert visible_pairs(problem) == visible(problem).sum()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_visible_pairs_of_every_named_case(case):
+    problem = Problem.describe(case.inputs(), case.options)
+    assert visible_pairs(problem) == visible(problem).sum()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewise.backends import torch as backend
-from tilewise.backends.torch.config import Config
+from tilewise.backends.torch.config import SCORES, Config
 from tilewise.backends.torch.tile import weigh
 from tilewise.cases import CASES, Case
 from tilewise.dropout import Dropout
@@ -265,9 +265,30 @@ LONGS = [
 def test_no_operation_makes_as_many_elements_as_there_are_scores(case):
     x, grads = tensors(case.inputs(), "float32", "cpu"), upstream(case, "float32")
     problem = Problem.describe(x, case.options)
+    config = backend.configure(problem)
     with Largest() as largest:
-        run(problem, x, grads, backend.configure(problem))
-    assert 0 < largest.elements < case.n * case.s
+        run(problem, x, grads, config)
+    assert 0 < largest.elements <= config.scores < case.n * case.s
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "s", "h", "g"),
+    [
+        (1, 5, 7, 1, 1),
+        (3, 1031, 521, 6, 3),
+        (2, 100003, 100003, 4, 4),
+        (1, 1, 10**9, 7, 1),
+        (7, 10**9, 1, 3, 1),
+        (1, 1031, 1031, 3, 1),
+        (1, 521, 1031, 128, 1),
+    ],
+)
+def test_a_step_holds_no_more_scores_than_fit(b, n, s, h, g):
+    x = Inputs(*(torch.zeros(1, 1, 1, 1).expand(b, rows, heads, 3) for rows, heads in ((n, h), (s, g), (s, g))))
+    config = backend.configure(Problem.describe(x))
+    rows, cols = config.shape
+    assert config.scores == rows * cols * (h // g) * config.key_heads * config.batch
+    assert 0 < config.scores <= SCORES
 
 
 def test_the_recorder_catches_attention_that_stores_its_scores():
