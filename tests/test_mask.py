@@ -66,6 +66,8 @@ GRIDS = {
     "where function": (Where(lambda b, h, i, j: (i + j) % 2 == 0), "101/010/101"),
     "where table": (Where(CHECKER), "1010/0101/1010"),
     "where table as a list": (Where([[True, False], [True, True]]), "10/11"),
+    "where table, rows and keys past its end": (Where(np.ones((2, 2), bool), start=1), "1100/1100/0000"),
+    "where table, queries before its start": (Where(np.ones((2, 2), bool), start=1), "000/110/110"),
     "and": (Causal() & Window(1, None), "1000/1100/0110/0011"),
     "and of three": (Causal() & Documents.from_lengths([3, 2]) & Window(1), "10000/11000/01100/00010/00011"),
     "and with a table": (Causal("top-left") & Where(CHECKER), "1000/0100/1010"),

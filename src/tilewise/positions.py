@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ._errors import OptionError, ShapeError
+from ._errors import DtypeError, OptionError, ShapeError
 from ._typing import Array
 
 
@@ -20,6 +20,13 @@ def host(x: Array) -> np.ndarray:
 def is_number(x: Array) -> bool:
     """True for one number, a plain int or a symbolic one; False for an array or a list."""
     return isinstance(x, int) or not (hasattr(x, "shape") or isinstance(x, (list, tuple)))
+
+
+def check_integers(name: str, value: Array | None) -> None:
+    """Raise unless `value` is None, an integer (plain or symbolic), or an array of integers."""
+    kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+    if value is not None and not kind.startswith(("int", "uint", "Sym")):
+        raise DtypeError(f"{name} must be an integer or an array of integers, got {kind}")
 
 
 class Rows(NamedTuple):

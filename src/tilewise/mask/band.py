@@ -8,6 +8,7 @@ import numpy as np
 
 from .._errors import OptionError
 from .._typing import Array
+from ..positions import check_integers
 from .base import FOREVER, Align, Encoded, Mask
 
 
@@ -68,6 +69,7 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
+            check_integers(f"Window: {name}", size)
             if size is not None and size < 0:
                 raise OptionError(
                     f"Window: {name} counts other visible keys and cannot be negative, got {size} (None: no limit)"

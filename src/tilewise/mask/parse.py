@@ -18,12 +18,18 @@ _MASKS: dict[str, type[Mask]] = {
 }
 
 
+LONGEST = 2000
+"""Characters of the longest mask that is read: far above any that makes sense, far below the recursion limit."""
+
+
 def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> Mask:
     """The mask that `text` describes; each INT and ARRAY in it takes the next of `ints` and `arrays`.
 
     >>> parse("causal & window(left=3)")
     Both(parts=(Causal(align='bottom-right'), Window(left=3, right=None)))
     """
+    if len(text) > LONGEST:
+        raise OptionError(f"a mask of {len(text)} characters is too long to read: at most {LONGEST}")
     return _Reader(iter(ints), iter(arrays), text).mask(_tree(text))
 
 
@@ -31,8 +37,8 @@ def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> 
 def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise OptionError(f"mask {text!r} cannot be read: {error.msg}") from None
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise OptionError(f"mask {text[:80]!r} cannot be read: {error}") from None
 
 
 class _Reader:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import OptionError, ShapeError
 from .._typing import Array
-from ..positions import host, is_number
+from ..positions import check_integers, host, is_number
 from .base import FOREVER, Encoded, Mask
 
 
@@ -23,7 +23,8 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         if isinstance(self.length, (list, tuple)):
             object.__setattr__(self, "length", np.asarray(self.length))
-        elif is_number(self.length) and self.length < 0:
+        check_integers("Prefix: length", self.length)
+        if is_number(self.length) and self.length < 0:
             raise OptionError(f"Prefix: length cannot be negative, got {self.length}")
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
@@ -34,6 +35,9 @@ class Prefix(Mask):
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         _check_batch("Prefix: length", self.length, sizes[0], axes="b")
+
+    def check_values(self) -> None:
+        _check_not_negative("Prefix: length", self.length)
 
     def encode(self) -> Encoded:
         return (
@@ -48,6 +52,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
+        check_integers("Chunked: size", self.size)
         if self.size < 1:
             raise OptionError(f"Chunked: size must be at least 1, got {self.size}")
 
@@ -74,6 +79,7 @@ class Lengths(Mask):
             value = getattr(self, name)
             if value is not None and not hasattr(value, "shape"):
                 object.__setattr__(self, name, np.atleast_1d(np.asarray(value)))
+            check_integers(f"Lengths: {name}", getattr(self, name))
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         first, past = self._span(b)
@@ -90,6 +96,9 @@ class Lengths(Mask):
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         _check_batch("Lengths: kv", self.kv, sizes[0], axes="b")
         _check_batch("Lengths: first", self.first, sizes[0], axes="b")
+
+    def check_values(self) -> None:
+        _check_not_negative("Lengths: kv", self.kv)
 
     def encode(self) -> Encoded:
         if self.first is None:
@@ -113,6 +122,7 @@ class Documents(Mask):
     def __post_init__(self) -> None:
         if not hasattr(self.ids, "shape"):
             object.__setattr__(self, "ids", np.asarray(self.ids))
+        check_integers("Documents: ids", self.ids)
         if len(self.ids.shape) not in (1, 2):
             raise ShapeError(f"Documents: ids must be 's' or 'b s', got {tuple(self.ids.shape)}")
 
@@ -188,6 +198,12 @@ def _of_sequence(value: Array, b: Array) -> Array:
         return value
     value = host(value).astype(np.int64)
     return value[b % len(value)] if len(value) else 0 * b
+
+
+def _check_not_negative(name: str, value: Array) -> None:
+    found = np.asarray(value if is_number(value) else host(value))
+    if found.size and found.min() < 0:
+        raise OptionError(f"{name} cannot be negative, got {found.min()}")
 
 
 def _check_batch(name: str, value: Array | None, batch: int, axes: str) -> None:

@@ -17,7 +17,7 @@ def attention(problem: Problem, x: Inputs[np.ndarray]) -> Partial:
     """
     s, _ = _scores(problem, x)
     p, lse, _ = _softmax(problem, x, s)
-    o = _product(p * dropout_factor(problem), _heads(problem, x.v), problem.keep())
+    o = _product(p * dropout_factor(problem), _heads(problem, x.v), ~np.isneginf(s))
     return Partial(o.transpose(0, 2, 1, 3), lse)
 
 
@@ -26,12 +26,11 @@ def gradients(problem: Problem, x: Inputs[np.ndarray], do: Matrix, dlse: Matrix)
 
     ds = p∘(dp − delta + dlse) with dp = do·vᵀ (dropped where p was) and delta = Σ_j p∘dp, then back through the logit.
     """
-    keep = problem.keep()
     s, slope = _scores(problem, x)
+    keep = ~np.isneginf(s)
     p, _, p_sink = _softmax(problem, x, s)
     drop, do = dropout_factor(problem), np.asarray(do, np.float64).transpose(0, 2, 1, 3)
     q, k, v = _heads(problem, x.q), _heads(problem, x.k), _heads(problem, x.v)
-    keep = np.broadcast_to(keep, s.shape)
     dp = np.where(keep, do @ v.swapaxes(-1, -2), 0) * drop
     delta = (p * dp).sum(-1, keepdims=True)
     ds = np.where(keep, p * (dp - delta + dlse[..., None]) * slope, 0)
@@ -89,7 +88,7 @@ def _softmax(problem: Problem, x: Inputs[np.ndarray], s: Matrix) -> tuple[Matrix
     weights, extra = np.exp(s - top[..., None]), np.exp(sink - top)
     total = weights.sum(-1) + extra
     safe = np.where(total == 0, 1, total)
-    p = np.where(problem.keep(), weights / safe[..., None], 0)
+    p = np.where(np.isneginf(s), 0, weights / safe[..., None])
     return p, np.where(total == 0, -np.inf, top + np.log(safe)), extra / safe
 
 

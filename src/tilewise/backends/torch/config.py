@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from ...problem import Problem
 from ...tiles import TileShape
@@ -32,7 +33,8 @@ class Config:
 def configure(problem: Problem) -> Config:
     """Square tiles, wider where there are few rows, and as many heads at once as `SCORES` allows: larger tiles for few heads,
     for fewer operations; smaller ones for many, which skip more of what a mask hides."""
-    side = 512 if problem.b * problem.h < 4 else 256
+    side = min(512 if problem.b * problem.h < 4 else 256, isqrt(SCORES // problem.group))
+    side = max(side, 1)
     block_m = min(max(problem.n, 1), side)
     block_n = min(max(problem.s, 1), side * side // block_m)
     scores = block_m * block_n * problem.group

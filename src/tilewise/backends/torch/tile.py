@@ -123,7 +123,7 @@ class Chunk:
 
 
 def weigh(w: Tensor, x: Tensor, seen: Tensor | None, clean: bool) -> Tensor:
-    """w @ x over seen pairs only, exactly as IEEE arithmetic would give it if the hidden ones were not there.
+    """w @ x over seen pairs only, for finite w exactly as IEEE arithmetic would give it if the hidden ones were not there.
 
     A product multiplies, and 0·NaN is NaN; so where x may hold NaN or inf (not `clean`) those entries are taken out and
     what they contribute, NaN or an infinity, is counted by products of indicators. No branch looks at the data.
