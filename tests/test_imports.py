@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
 
 LEVELS = {
     0: {"_typing", "_errors"},
-    1: {"positions", "mask", "score", "dropout", "ragged", "problem"},
+    1: {"arrays", "positions", "mask", "score", "dropout", "ragged", "problem"},
     2: {"softmax", "tiles", "cost", "cases"},
     3: {"reference"},
     4: {"backends"},
@@ -28,7 +28,7 @@ THIRD_PARTY = {
     2: {"numpy"},
     3: {"numpy"},
     4: {"numpy", "torch"},
-    5: {"torch"},
+    5: {"numpy", "torch"},
     6: {"torch"},
     8: {"numpy", "torch", "typer", "rich", "click", "matplotlib", "transformers"},
 }
@@ -71,8 +71,10 @@ def may_import(path: Path, rest: str, lazy: bool) -> bool:
         return theirs == mine or LEVEL[theirs] <= 3
     if level == 8:
         return LEVEL[theirs] < 8 or theirs == mine or mine in SIBLINGS_ALLOWED or (mine, theirs) == ("bench", "testing")
-    if theirs == "backends" and level > 4:
-        return lazy or rest.startswith("backends.plan")  # launchers only when executed
+    if theirs == "backends" and level == 5:
+        return lazy  # launchers only when executed
+    if theirs == "backends" and level == 6:
+        return rest in ("backends", "backends.plan")  # the protocol and the choice
     if mine == theirs == "backends":
         return not_a_sibling(path, rest)
     if mine == "backends":

@@ -201,7 +201,7 @@ def kind_of(grid: np.ndarray) -> Tile:
 @settings(max_examples=250, deadline=None)
 def test_grid_bounds_and_tile_agree_with_keep(data):
     batch, heads, q, kv = data.draw(laid_out())
-    mask = data.draw(masks(batch, heads)).bind(0, heads)
+    mask = data.draw(masks(batch, heads)).bind((0, 0), heads)
     layout = Dense(batch, q.positions, kv.positions)
     first = data.draw(st.integers(0, batch - 1))
     b = slice(first, data.draw(st.integers(first + 1, batch)))
@@ -223,7 +223,7 @@ def test_grid_bounds_and_tile_agree_with_keep(data):
     edges = np.array(cuts if kv.positions.count else [0])
     tiles = mask.tiles(layout, b, i, edges)
     assert tiles.tolist() == [kind_of(expected[b, :, i, lo:hi]) for lo, hi in pairwise(edges)]
-    assert mask.tile(q.positions.cut(i), kv.positions.cut(j), batch) == kind_of(expected[:, :, i, j])
+    assert mask.tile(q.positions.cut(i), kv.positions.cut(j), batch, heads) == kind_of(expected[:, :, i, j])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_and_is_a_commutative_idempotent_monoid(data):
 
     def grid(mask: Mask) -> np.ndarray:
         shape = batch, heads, q.positions.count, kv.positions.count
-        return np.broadcast_to(mask.bind(0, heads).grid(layout, *everything), shape)
+        return np.broadcast_to(mask.bind((0, 0), heads).grid(layout, *everything), shape)
 
     a, b, c = (data.draw(masks(batch, heads)) for _ in range(3))
     np.testing.assert_array_equal(grid(a & b), grid(a) & grid(b))
@@ -293,8 +293,8 @@ def same(a: Mask, b: Mask) -> bool:
 @settings(max_examples=150, deadline=None)
 def test_parse_is_the_inverse_of_encode(data):
     batch, heads, q, kv = data.draw(laid_out())
-    mask = data.draw(masks(batch, heads, data.draw(st.sampled_from(["bottom-right", "top-left"])))).bind(0, heads)
-    again = parse(*mask.encode()).bind(0, heads)
+    mask = data.draw(masks(batch, heads, data.draw(st.sampled_from(["bottom-right", "top-left"])))).bind((0, 0), heads)
+    again = parse(*mask.encode()).bind((0, 0), heads)
     assert same(mask, again)
     np.testing.assert_array_equal(brute(again, heads, q.rows, kv.rows), brute(mask, heads, q.rows, kv.rows))
 

@@ -24,3 +24,6 @@ class Unsupported(ValueError):
         self.backend = backend
         self.reasons = tuple(reasons)
         super().__init__(f"backend {backend!r} cannot run this: " + "; ".join(self.reasons))
+
+    def __reduce__(self) -> tuple:
+        return Unsupported, (self.backend, self.reasons)

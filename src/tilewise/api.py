@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ._errors import DtypeError, OptionError, ShapeError
+from .backends import check_name, make_plan
 from .backends.plan import Plan
 from .mask import Mask
 from .ops import run
 from .positions import Positions
-from .problem import Inputs, Options, Partial
+from .problem import NAMES, Inputs, Options, Partial, check_positions
 from .ragged import Ragged
 from .request import EXTRAS, Request
 
@@ -127,13 +130,10 @@ def attention_varlen(
     >>> attention_varlen(q, q, q, ragged=Ragged.from_lengths([3, 5]), mask=Causal()).shape
     torch.Size([8, 4, 16])
     """
-    if not isinstance(ragged, Ragged):
-        raise DtypeError(f"ragged must be a tilewise Ragged such as Ragged.from_lengths([3, 5]), got {type(ragged).__name__}")
-    for name, x, axes in (("q", q, "t h d"), ("k", k, "t g d"), ("v", v, "t g e")):
-        if isinstance(x, Tensor) and x.dim() != 3:
-            raise ShapeError(f"{name} must have the three axes '{axes}', got {x.dim()}: {tuple(x.shape)}")
-    _check_tensors(Inputs(q, k, v))
-    x = Inputs(q[None], k[None], v[None], bias, alibi, sink)
+    x = Inputs(q, k, v, bias, alibi, sink)
+    _check_tensors(x)
+    _check_ragged(x, ragged)
+    x = replace(x, q=q[None], k=k[None], v=v[None])
     options = Options(mask, softcap=softcap, ragged=ragged, deterministic=deterministic)
     return compute(x, options, scale, (dropout, seed), backend).o[0]
 
@@ -154,12 +154,8 @@ def merge(*partials: Partial | tuple[Tensor, Tensor]) -> Partial:
     """
     if not partials:
         raise OptionError("merge needs at least one partial")
-    for index, (o, lse) in enumerate(partials):
-        first = partials[0]
-        if o.shape[:-1] != lse.transpose(-1, -2).shape:
-            raise ShapeError(f"partial {index}: o {tuple(o.shape)} '… n h e' does not fit lse {tuple(lse.shape)} '… h n'")
-        if o.shape != first[0].shape:
-            raise ShapeError(f"partial {index}: o {tuple(o.shape)} differs from the first, {tuple(first[0].shape)}")
+    for index, partial in enumerate(partials):
+        _check_partial(index, partial, partials[0])
     lses = torch.stack([lse for _, lse in partials])
     top = lses.detach().amax(0)
     weights = torch.exp(lses - torch.where(top == -torch.inf, 0, top))
@@ -167,10 +163,25 @@ def merge(*partials: Partial | tuple[Tensor, Tensor]) -> Partial:
     nothing = total == 0
     safe = torch.where(nothing, 1, total)
     shares = (weights / safe).transpose(-1, -2)[..., None]
-    o = sum(torch.where(share == 0, 0, share * o.to(share.dtype)) for share, (o, _) in zip(shares, partials, strict=True))
+    o = sum(s * torch.where(s == 0, 0, o.to(s.dtype)) for s, (o, _) in zip(shares, partials, strict=True))
     lse = torch.where(nothing, -torch.inf, torch.where(nothing, 0, top) + torch.log(safe))
     assert isinstance(o, Tensor)
     return Partial(o.to(partials[0][0].dtype), lse)
+
+
+def _check_partial(index: int, partial: Partial | tuple[Tensor, Tensor], first: Partial | tuple[Tensor, Tensor]) -> None:
+    """A pair of tensors that fit each other and the first pair."""
+    if not isinstance(partial, tuple) or len(partial) != 2 or not all(isinstance(x, Tensor) for x in partial):
+        raise DtypeError(f"partial {index} must be a Partial or a pair of tensors (o, lse), got {type(partial).__name__}")
+    o, lse = partial
+    if o.shape[:-1] != lse.transpose(-1, -2).shape:
+        raise ShapeError(f"partial {index}: o {tuple(o.shape)} '… n h e' does not fit lse {tuple(lse.shape)} '… h n'")
+    if o.shape != first[0].shape:
+        raise ShapeError(f"partial {index}: o {tuple(o.shape)} differs from the first, {tuple(first[0].shape)}")
+    if (o.dtype, lse.dtype) != (first[0].dtype, first[1].dtype):
+        raise DtypeError(
+            f"partial {index} is {o.dtype} with lse {lse.dtype}; the first is {first[0].dtype} with {first[1].dtype}"
+        )
 
 
 def plan(
@@ -204,15 +215,16 @@ def plan(
     backward  4.698 GFLOP, 40.11 MB (storing the scores: 251.66 MB)
     workspace 12.0 MiB beside inputs, outputs and gradients
     """
-    from .backends import make_plan
-
     x = Inputs(q, k, v, bias, alibi, sink)
-    if ragged is not None:
-        x = Inputs(q[None], k[None], v[None], bias, alibi, sink)
     _check_tensors(x)
-    number = None if isinstance(scale, Tensor) else scale
-    options = Options(mask, number, softcap, None, positions, ragged, deterministic)
-    return make_plan(_request(x, options, (dropout, seed or 0), backend).problem(x), backend)
+    if ragged is not None:
+        _check_ragged(x, ragged)
+        x = replace(x, q=q[None], k=k[None], v=v[None])
+    if isinstance(scale, Tensor):
+        _scaled(x.q[:0], scale)
+        scale = None
+    options = Options(mask, scale, softcap, None, positions, ragged, deterministic)
+    return make_plan(_request(x, options, (dropout, seed), backend).problem(x), backend)
 
 
 def compute(
@@ -226,35 +238,66 @@ def compute(
     applied here, all else is the request's."""
     _check_tensors(x)
     kind = x.q.device.type
-    if torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        x = Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), x.bias, x.alibi, x.sink)
+        q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (x.q, x.k, x.v))
+        x = replace(x, q=q, k=k, v=v)
     if isinstance(scale, Tensor):
-        if scale.dim() > 1 or (scale.dim() == 1 and x.q.dim() == 4 and scale.shape[0] != x.q.shape[2]):
-            raise ShapeError(
-                f"axis h: scale {tuple(scale.shape)} must be one number, or one a query head of q {tuple(x.q.shape)}"
-            )
-        x.q, scale = x.q * scale.to(x.q.dtype).unsqueeze(-1), 1.0
-    options = Options(options.mask, scale, options.softcap, None, options.positions, options.ragged, options.deterministic)
-    return run(x, _request(x, options, dropout, backend))
+        x, scale = replace(x, q=_scaled(x.q, scale)), 1.0
+    return run(x, _request(x, replace(options, scale=scale), dropout, backend))
+
+
+def _scaled(q: Tensor, scale: Tensor) -> Tensor:
+    """q times a scale that may be learned: one number, or one a query head."""
+    if scale.dim() > 1 or (scale.dim() == 1 and q.dim() == 4 and scale.shape[0] != q.shape[2]):
+        raise ShapeError(f"axis h: scale {tuple(scale.shape)} must be one number, or one a query head of q {tuple(q.shape)}")
+    if not scale.is_floating_point():
+        raise DtypeError(f"scale must be a floating-point number, got {scale.dtype}")
+    return q * scale.to(q.dtype).unsqueeze(-1)
 
 
 def _request(x: Inputs[Tensor], options: Options, dropout: tuple, backend: str | None) -> Request:
     rate, seed = dropout
+    for name, number in (("scale", options.scale), ("softcap", options.softcap), ("dropout", rate)):
+        if not isinstance(number, (int, float)) and (number is not None or name == "dropout"):
+            raise DtypeError(f"{name} must be a number, got {type(number).__name__}")
     if not 0 <= rate < 1:
         raise OptionError(f"dropout must lie in [0, 1), got {rate}")
-    if rate == 0:
-        seed = None
-    elif seed is None:
-        seed = torch.randint(2**63 - 1, ())
-    elif not isinstance(seed, Tensor):
-        seed = torch.full((), seed, dtype=torch.int64)
     if options.mask is not None and not isinstance(options.mask, Mask):
         raise DtypeError(f"mask must be a tilewise mask such as Causal() or Where(table), got {type(options.mask).__name__}")
-    return Request(options, rate, seed, tuple(name for name in EXTRAS if getattr(x, name) is not None), backend)
+    if options.positions is not None:
+        check_positions(options.positions)
+    if backend is not None:
+        check_name(backend)
+    extras = tuple(name for name in EXTRAS if getattr(x, name) is not None)
+    return Request(options, rate, _seed(seed) if rate > 0 else None, extras, backend)
+
+
+def _seed(seed: int | Tensor | None) -> Tensor:
+    """The seed as an int64 tensor of one element, drawn from torch's generator if there is none."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device="cpu")
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex():
+            raise DtypeError(f"seed must be one integer, got a tensor {tuple(seed.shape)} of {seed.dtype}")
+        return seed.reshape(())
+    if not isinstance(seed, int):
+        raise DtypeError(f"seed must be an integer, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise OptionError(f"seed must fit 64 bits, got {seed}")
+    return torch.full((), seed, dtype=torch.int64, device="cpu")
 
 
 def _check_tensors(x: Inputs[Tensor]) -> None:
-    for name, tensor in x.present():
-        if not isinstance(tensor, Tensor):
+    for name in NAMES:
+        tensor = getattr(x, name)
+        if not isinstance(tensor, Tensor) and not (tensor is None and name in EXTRAS):
             raise DtypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+
+
+def _check_ragged(x: Inputs[Tensor], ragged: Ragged) -> None:
+    if not isinstance(ragged, Ragged):
+        raise DtypeError(f"ragged must be a tilewise Ragged such as Ragged.from_lengths([3, 5]), got {type(ragged).__name__}")
+    for name, tensor, axes in (("q", x.q, "t h d"), ("k", x.k, "t g d"), ("v", x.v, "t g e")):
+        if tensor.dim() != 3:
+            raise ShapeError(f"{name} must have the three axes '{axes}', got {tensor.dim()}: {tuple(tensor.shape)}")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._errors import OptionError
 from .problem import NAMES, Inputs, Partial, Problem
-from .request import Request, Wire
+from .request import Request, Wire, on_host
 
 
 @torch.library.custom_op("tilewise::attention", mutates_args=())
@@ -76,6 +77,10 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
     """o and lse of a call: the operator, or inside torch.func transforms and forward-mode differentiation the same fold in
     ordinary operations, which every transform can look into."""
     compiling = torch.compiler.is_compiling()
+    if compiling and forward_ad._current_level >= 0:
+        raise OptionError(
+            "forward-mode differentiation inside torch.compile is not supported: differentiate the compiled function"
+        )
     wire = (request.tabulated(x) if compiling else request).encode()
     if not compiling and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
         return _differentiable(x, wire)
@@ -86,7 +91,9 @@ def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
     """Attention as ordinary operations: what derivatives beyond the first are taken of."""
     from .backends.torch import differentiable
 
-    return differentiable(Request.decode(wire).problem(x), x)
+    request = Request.decode(wire._replace(arrays=[on_host(a) for a in wire.arrays]))
+    with torch.autocast(x.q.device.type, enabled=False):
+        return differentiable(request.problem(x), x)
 
 
 def _wanted(request: Request, needs: Sequence[bool]) -> list[str]:
@@ -105,13 +112,13 @@ def _split(tensors: Sequence[Tensor], at: int) -> tuple[list[Tensor], list[Tenso
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, extras, arrays, *rest = inputs
     ctx.save_for_backward(*output, q, k, v, *extras, *arrays)
-    ctx.extras, ctx.wire = len(extras), rest
+    ctx.extras, ctx.wire, ctx.extras_needed = len(extras), rest, [t.requires_grad for t in extras]
     ctx.request = Request.decode(Wire(list(arrays), *rest))  # holds a Where function until backward has run
 
 
 def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple:
     saved, arrays = _split(ctx.saved_tensors, 5 + ctx.extras)
-    needs = [*ctx.needs_input_grad[:3], *([True] * ctx.extras)]
+    needs = [*ctx.needs_input_grad[:3], *ctx.extras_needed]
     found = iter(attention_backward([do, dlse], saved, arrays, *ctx.wire, needs))
     dq, dk, dv, *extras = [next(found) if need else None for need in needs]
     return dq, dk, dv, extras, [None] * len(arrays), *_nothing(ctx.wire)
@@ -134,11 +141,18 @@ def _double_backward(ctx: Any, grads: list[Tensor]) -> tuple:
         x = ctx.request.inputs(*xs[:3], xs[3:])
         partial = _differentiable(x, Wire(arrays, *ctx.wire))
         asked = [t for t, need in zip(xs, ctx.needs, strict=True) if need]
-        first = torch.autograd.grad(partial, asked, (do, dlse), create_graph=True, materialize_grads=True)
-        second = torch.autograd.grad(
-            first, [do, dlse, *xs], grads, create_graph=torch.is_grad_enabled(), materialize_grads=True
-        )
+        first = _gradients(list(partial), asked, [do, dlse])
+        second = _gradients(first, [do, dlse, *xs], grads)
     return [second[0], second[1]], [None, None, *second[2:]], [None] * len(arrays), *_nothing([*ctx.wire, ctx.needs])
+
+
+def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """torch.autograd.grad, with zeros where nothing depends on anything: rows without keys, tensors without rows."""
+    live = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    if not live:
+        return [torch.zeros_like(t) for t in inputs]
+    o, g = zip(*live, strict=True)
+    return list(torch.autograd.grad(o, inputs, g, create_graph=True, materialize_grads=True))
 
 
 attention.register_autograd(_backward, setup_context=_save)

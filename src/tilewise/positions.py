@@ -8,25 +8,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ._errors import DtypeError, OptionError, ShapeError
+from ._errors import OptionError, ShapeError
 from ._typing import Array
-
-
-def host(x: Array) -> np.ndarray:
-    """`x` as a NumPy array on the host, whatever library holds it."""
-    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
-
-
-def is_number(x: Array) -> bool:
-    """True for one number, a plain int or a symbolic one; False for an array or a list."""
-    return isinstance(x, int) or not (hasattr(x, "shape") or isinstance(x, (list, tuple)))
-
-
-def check_integers(name: str, value: Array | None) -> None:
-    """Raise unless `value` is None, an integer (plain or symbolic), or an array of integers."""
-    kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
-    if value is not None and not kind.startswith(("int", "uint", "Sym")):
-        raise DtypeError(f"{name} must be an integer or an array of integers, got {kind}")
+from .arrays import Value, bounded, integers, is_number, wide
 
 
 class Rows(NamedTuple):
@@ -36,8 +20,8 @@ class Rows(NamedTuple):
     position: np.ndarray
 
 
-@dataclass(frozen=True)
-class Positions:
+@dataclass(frozen=True, eq=False)
+class Positions(Value):
     """Row r of batch entry b sits at `start[b] + step·r`, or at `rows[..., r]` where rows are given one by one.
 
     Shapes  start: one int or "b" · rows: "count" or "b count", strictly increasing along the last axis
@@ -54,22 +38,30 @@ class Positions:
     rows: Array | None = None
 
     def __post_init__(self) -> None:
-        if self.step < 1:
+        object.__setattr__(self, "start", bounded("positions: start", self.start))
+        if not is_number(bounded("positions: step", self.step)) or self.step < 1:
             raise OptionError(f"positions: step must be at least 1, got {self.step}")
-        if self.rows is not None and self.rows.shape[-1] != self.count:
+        if self.rows is None:
+            return
+        object.__setattr__(self, "rows", integers("positions: rows", self.rows))
+        if is_number(self.rows) or len(self.rows.shape) not in (1, 2):
+            raise ShapeError(f"positions: rows must be 'count' or 'b count', got {getattr(self.rows, 'shape', self.rows)}")
+        if self.rows.shape[-1] != self.count:
             raise ShapeError(f"positions: rows {tuple(self.rows.shape)} do not hold count = {self.count} positions")
 
     @classmethod
     def of(cls, rows: Array) -> Positions:
         """Positions given one by one: "count", or "b count" where they differ by batch entry."""
-        rows = rows if hasattr(rows, "shape") else np.asarray(rows)
+        rows = integers("positions: rows", rows)
+        if is_number(rows):
+            raise ShapeError(f"positions: rows must be 'count' or 'b count', got the number {rows}")
         return cls(rows.shape[-1], rows=rows)
 
     def array(self) -> np.ndarray:
         """All positions, int64 "b count" with b = 1 where every batch entry agrees."""
         if self.rows is not None:
-            return np.atleast_2d(host(self.rows)).astype(np.int64)
-        start = np.atleast_1d(host(self.start)).astype(np.int64)
+            return np.atleast_2d(wide(self.rows))
+        start = np.atleast_1d(wide(self.start))
         return start[:, None] + self.step * np.arange(self.count, dtype=np.int64)
 
     def cut(self, part: slice) -> Positions:
@@ -78,13 +70,13 @@ class Positions:
         count = max(past - first, 0)
         if self.rows is not None:
             return replace(self, count=count, rows=self.rows[..., part])
-        start = self.start if is_number(self.start) else host(self.start)
+        start = self.start if is_number(self.start) else wide(self.start)
         return replace(self, count=count, start=start + self.step * first)
 
     def find(self, position: np.ndarray) -> np.ndarray:
         """Index of the first row at or after `position` ("b rows"), between 0 and count."""
         if self.rows is None:
-            start = np.atleast_1d(host(self.start)).astype(np.int64)[:, None]
+            start = np.atleast_1d(wide(self.start))[:, None]
             return np.clip(-((start - position) // self.step), 0, self.count)
         rows = self.array()
         batch = max(len(rows), len(position))
@@ -117,6 +109,14 @@ class Dense:
     batch: int
     q: Positions
     kv: Positions
+
+    @property
+    def starts(self) -> tuple[int, int] | None:
+        """The positions of the first query and key row, where rows follow each other and all entries agree."""
+        sides = (self.q, self.kv)
+        if any(side.rows is not None or side.step != 1 or not is_number(side.start) for side in sides):
+            return None
+        return self.q.start, self.kv.start
 
     def queries(self, b: slice, i: slice) -> Rows:
         return self._rows(self.q, b, i)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ._errors import DtypeError, OptionError, ShapeError
 from ._typing import A, Array, Shaped
+from .arrays import check_integers
 from .dropout import Dropout
 from .mask import Full, Mask
 from .positions import Dense, Layout, Positions
@@ -105,8 +106,7 @@ class Problem:
             inputs.sink is not None,
         )
         dropout = options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
-        start = layout.q.start if isinstance(layout, Dense) and layout.q.rows is None and layout.q.step == 1 else np.zeros(0)
-        mask = mask.bind(start, h)
+        mask = mask.bind(layout.starts if isinstance(layout, Dense) else None, h)
         return cls(
             b,
             n,
@@ -160,22 +160,34 @@ def layout_of(options: Options, mask: Mask, sizes: tuple[int, int, int]) -> Layo
     """Where rows sit: as given, packed, or q's last row at k's last row (its first at the first for top-left)."""
     b, n, s = sizes
     if options.ragged is not None:
-        if options.positions is not None or b != 1:
-            raise ShapeError(f"axis b: a packed problem has one batch entry and its own positions, got a batch of {b}")
+        if options.positions is not None:
+            raise OptionError("packed sequences have positions of their own: ragged= and positions= do not go together")
+        if b != 1:
+            raise ShapeError(f"axis b: a packed problem has one batch entry, got {b}")
+        check_integers("q_offsets", options.ragged.q_offsets)
+        check_integers("kv_offsets", options.ragged.kv_offsets)
         if mask.align == "top-left":
             raise OptionError("Causal(align='top-left') does not go with packed sequences, which are aligned bottom-right")
         return Packed(options.ragged, n, s)
     if options.positions is None:
         return Dense(b, Positions(n, start=0 if mask.align == "top-left" else s - n), Positions(s))
-    q, kv = options.positions
+    q, kv = check_positions(options.positions)
     for side, have, axis, want in (("q", q, "n", n), ("k", kv, "s", s)):
         if have.count != want:
             raise ShapeError(f"axis {axis}: positions of {side} count {have.count} rows where {side} has {want}")
         for array, axes in ((have.start, 1), (have.rows, 2)):
+            check_integers(f"positions of {side}", array)
             shape = tuple(getattr(array, "shape", ()))
             if len(shape) == axes and shape[:1] not in ((1,), (b,)):
                 raise ShapeError(f"axis b: positions of {side} {shape} do not fit a batch of {b}")
     return Dense(b, q, kv)
+
+
+def check_positions(positions: tuple[Positions, Positions]) -> tuple[Positions, Positions]:
+    pair = positions if isinstance(positions, tuple) else (positions,)
+    if len(pair) != 2 or not all(isinstance(side, Positions) for side in pair):
+        raise DtypeError(f"positions must be a pair of Positions, of q and of k, got {positions!r}")
+    return pair[0], pair[1]
 
 
 def dtype_name(x: Shaped) -> str:
@@ -189,6 +201,8 @@ def device_name(x: Shaped) -> str:
 def check_dtypes(inputs: Inputs) -> None:
     """Floating point throughout; q, k and v of one dtype; everything on one device."""
     for name, x in inputs.present():
+        if str(getattr(x, "layout", "torch.strided")) != "torch.strided" or getattr(x, "is_nested", False):
+            raise DtypeError(f"{name} must be a dense tensor, got layout {x.layout}")
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise DtypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if dtype_name(x) not in DTYPES:

@@ -9,13 +9,12 @@ import numpy as np
 
 from ._errors import OptionError, ShapeError
 from ._typing import Array
-from .positions import Rows, host
+from .arrays import FOREVER, Value, check_integers, integers, is_number, wide
+from .positions import Rows
 
-_UNBOUND = np.iinfo(np.int64).max // 4
 
-
-@dataclass(frozen=True)
-class Ragged:
+@dataclass(frozen=True, eq=False)
+class Ragged(Value):
     """Sequence r owns query rows `q_offsets[r]` to `q_offsets[r+1]` and key rows likewise (`cu_seqlens` elsewhere).
 
     Inside a sequence positions start at 0 and the last query row sits at the last key (bottom-right), as in a dense
@@ -30,9 +29,11 @@ class Ragged:
     kv_offsets: Array
 
     def __post_init__(self) -> None:
-        for side, offsets in (("q", self.q_offsets), ("kv", self.kv_offsets)):
-            if not hasattr(offsets, "shape"):
-                object.__setattr__(self, f"{side}_offsets", np.asarray(offsets))
+        for name in ("q_offsets", "kv_offsets"):
+            offsets = integers(name, getattr(self, name))
+            if is_number(offsets):
+                raise ShapeError(f"{name} must be one axis 'b+1', got the number {offsets}")
+            object.__setattr__(self, name, offsets)
         for side, offsets in (("q", self.q_offsets), ("kv", self.kv_offsets)):
             if len(offsets.shape) != 1 or offsets.shape[0] < 1:
                 raise ShapeError(f"{side}_offsets must be one axis 'b+1' with at least one entry, got {tuple(offsets.shape)}")
@@ -45,8 +46,8 @@ class Ragged:
     @classmethod
     def from_lengths(cls, q: Sequence[int], kv: Sequence[int] | None = None) -> Ragged:
         """From the number of query rows, and of key rows where they differ, of each sequence."""
-        q_offsets = np.concatenate([[0], np.cumsum(np.asarray(q, dtype=np.int64))])
-        return cls(q_offsets, q_offsets if kv is None else np.concatenate([[0], np.cumsum(np.asarray(kv, dtype=np.int64))]))
+        q_offsets = _offsets("lengths of q", q)
+        return cls(q_offsets, q_offsets if kv is None else _offsets("lengths of kv", kv))
 
     @classmethod
     def from_offsets(cls, q: Array, kv: Array | None = None) -> Ragged:
@@ -55,12 +56,12 @@ class Ragged:
 
     @property
     def sequences(self) -> int:
-        return int(self.q_offsets.shape[0]) - 1
+        return self.q_offsets.shape[0] - 1
 
     def check_values(self, rows: int, columns: int) -> None:
         """Raise unless the offsets start at 0, never decrease and stay inside the packed tensors."""
         for side, offsets, total in (("q", self.q_offsets, rows), ("kv", self.kv_offsets, columns)):
-            offsets = host(offsets)
+            offsets = wide(offsets)
             if offsets[0] != 0:
                 raise OptionError(f"{side}_offsets must start at 0 to cover axis t from its first row, got {offsets[0]}")
             if (np.diff(offsets) < 0).any():
@@ -80,23 +81,36 @@ class Packed:
 
     def queries(self, b: slice, i: slice) -> Rows:
         index = np.arange(*i.indices(self.rows))[None]
-        q, kv = host(self.ragged.q_offsets), host(self.ragged.kv_offsets)
+        q, kv = wide(self.ragged.q_offsets), wide(self.ragged.kv_offsets)
         r = _owner(q, index)
         shift = (kv[1:] - kv[:-1]) - (q[1:] - q[:-1]) if len(q) > 1 else np.zeros(1, np.int64)
         return Rows(r, np.where(r < 0, 0, index - q[r] + shift[r]))
 
     def keys(self, b: slice, j: slice) -> Rows:
         index = np.arange(*j.indices(self.cols))[None]
-        kv = host(self.ragged.kv_offsets)
+        kv = wide(self.ragged.kv_offsets)
         r = _owner(kv, index)
         return Rows(np.where(r < 0, -2, r), np.where(r < 0, 0, index - kv[r]))
 
     def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        kv = host(self.ragged.kv_offsets)
+        kv = wide(self.ragged.kv_offsets)
         r = self.queries(b, i).sequence
         first, past = kv[r], np.where(r < 0, kv[r], kv[np.minimum(r + 1, len(kv) - 1)])
-        lo, hi = (np.clip(x, -_UNBOUND, _UNBOUND) for x in bounds)
+        lo, hi = (np.clip(x, -FOREVER, FOREVER) for x in bounds)
         return np.clip(first + lo, first, past), np.clip(first + hi, first, past)
+
+
+def _offsets(name: str, lengths: Array) -> np.ndarray:
+    """0 and the running sums of lengths: plain Python, so that it can also be traced."""
+    if not isinstance(lengths, (list, tuple)):
+        check_integers(name, integers(name, lengths))
+        lengths = wide(lengths).tolist()
+    offsets = [0]
+    for length in lengths:
+        if not isinstance(length, (int, np.integer)) or length < 0:
+            raise OptionError(f"{name} must be integers that are not negative, one a sequence, got {length!r}")
+        offsets.append(offsets[-1] + length)
+    return np.asarray(offsets)
 
 
 def _owner(offsets: np.ndarray, index: np.ndarray) -> np.ndarray:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._errors import OptionError
+from ._errors import DtypeError, OptionError
 from ._typing import Array
+from .arrays import is_number
 from .dropout import Dropout
 from .mask import Full, Mask, Where, parse
 from .mask.base import Both
-from .positions import Positions, is_number
+from .positions import Positions
 from .problem import NAMES, Inputs, Options, Problem
 from .ragged import Ragged
 
@@ -62,7 +64,7 @@ class Request:
             arrays = [*arrays, self.seed]
         words += ["deterministic"] if o.deterministic else []
         words += [f"backend={self.backend}"] if self.backend is not None else []
-        return Wire([torch.as_tensor(a) for a in arrays], ints, floats, text + "|" + " ".join(words))
+        return Wire([_tensor(a) for a in arrays], ints, floats, text + "|" + " ".join(words))
 
     @classmethod
     def decode(cls, wire: Wire) -> Request:
@@ -97,10 +99,36 @@ class Request:
 
     def problem(self, x: Inputs[Tensor]) -> Problem:
         """The problem, with the seed read from its tensor. Looks at values, so it needs real tensors."""
-        dropout = None if self.seed is None else Dropout(self.rate, int(self.seed))
+        dropout = None if self.seed is None else Dropout(self.rate, int(on_host(self.seed)))
         problem = Problem.describe(x, replace(self.options, mask=_on_device(self.options.mask, x.q), dropout=dropout))
         problem.check_values()
         return problem
+
+
+def _tensor(array: Array) -> Tensor:
+    """A tensor as it is; anything else copied, so that whoever changes it later does not change a gradient to come."""
+    if not isinstance(array, Tensor):
+        return torch.as_tensor(np.array(array), device="cpu")
+    if array.device.type == "meta":
+        raise DtypeError(
+            f"an array of a mask, of positions or of offsets, {tuple(array.shape)}, is on the meta device: no values"
+        )
+    return array
+
+
+def on_host(x: Array) -> np.ndarray:
+    """An array on the host, out of whatever wrappers torch.func transforms have put around it."""
+    if not isinstance(x, Tensor):
+        return np.asarray(x)
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    with torch._C._DisableFuncTorch():
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                raise OptionError(
+                    "vmap over an array of a mask, over positions, offsets or a seed is not supported: loop instead"
+                )
+            x = functorch.get_unwrapped(x)
+        return x.detach().cpu().numpy()
 
 
 def _encode_positions(side: str, p: Positions, ints: list[int], arrays: list[Array]) -> str:
@@ -133,9 +161,10 @@ def _tabulate(mask: Mask | None, x: Inputs[Tensor], options: Options) -> Mask | 
         raise OptionError("Where(function) with packed sequences or positions= cannot be compiled; pass a table")
     (b, n, h, _), s, device = x.q.shape, x.k.shape[1], x.q.device
     start = 0 if options.mask is not None and options.mask.align == "top-left" else s - n
+    true = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     axes = (torch.arange(size, device=device) for size in (b, h, n, s))
     b_, h_, i, j = (a.view([-1 if axis == at else 1 for axis in range(4)]) for at, a in enumerate(axes))
-    return Where(mask.test(b_, h_, i + start, j))
+    return Where(true & torch.as_tensor(mask.test(b_, h_, i + start, j), device=device).bool())
 
 
 def _on_device(mask: Mask | None, like: Tensor) -> Mask | None:
@@ -149,6 +178,6 @@ def _on_device(mask: Mask | None, like: Tensor) -> Mask | None:
 
     def ask(*positions: Array) -> Array:
         keep = test(*(torch.as_tensor(p).to(like.device) for p in positions))
-        return keep.cpu().numpy() if isinstance(keep, Tensor) else keep
+        return on_host(keep.bool()) if isinstance(keep, Tensor) else keep
 
     return replace(mask, test=ask)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
@@ -25,8 +26,10 @@ class Score:
     sink: bool = False
 
     def __post_init__(self) -> None:
-        if self.softcap is not None and not self.softcap > 0:
-            raise OptionError(f"softcap must be positive, or None for none, got {self.softcap}")
+        if not isfinite(self.scale):
+            raise OptionError(f"scale must be a finite number, got {self.scale}")
+        if self.softcap is not None and not (self.softcap > 0 and isfinite(self.softcap)):
+            raise OptionError(f"softcap must be positive and finite, or None for none, got {self.softcap}")
 
     def value(self, qk: np.ndarray, extra: np.ndarray | float = 0.0) -> np.ndarray:
         """The logit, from q·k and from what bias and alibi add."""

@@ -36,10 +36,14 @@ class Backend(Protocol):
         ...
 
 
-def load(name: str) -> Backend:
-    """The backend called `name`; its own dependencies are imported only now."""
+def check_name(name: str) -> None:
     if name not in ORDER:
         raise OptionError(f"backend {name!r} is unknown; there are {', '.join(map(repr, ORDER))}")
+
+
+def load(name: str) -> Backend:
+    """The backend called `name`; its own dependencies are imported only now."""
+    check_name(name)
     return import_module(f"{__name__}.{name}")  # type: ignore[return-value]
 
 

@@ -3,7 +3,6 @@
 from .band import Causal as Causal
 from .band import Full as Full
 from .band import Window as Window
-from .base import FOREVER as FOREVER
 from .base import Both as Both
 from .base import Encoded as Encoded
 from .base import Mask as Mask

@@ -8,11 +8,11 @@ import numpy as np
 
 from .._errors import OptionError
 from .._typing import Array
-from ..positions import check_integers
-from .base import FOREVER, Align, Encoded, Mask
+from ..arrays import FOREVER, integers, is_number
+from .base import Align, Encoded, Mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Full(Mask):
     """Every query sees every key."""
 
@@ -27,7 +27,7 @@ class Full(Mask):
         return Encoded("full()", [], [])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Causal(Mask):
     """Query at position i sees keys at positions j ≤ i.
 
@@ -54,7 +54,7 @@ class Causal(Mask):
         return Encoded("causal()" if self.align == "bottom-right" else "causal('top-left')", [], [])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window(Mask):
     """Query at position i sees `left` other keys before it, itself, and `right` other keys after it. None: no limit.
 
@@ -68,9 +68,12 @@ class Window(Mask):
     right: int | None = None
 
     def __post_init__(self) -> None:
-        for name, size in (("left", self.left), ("right", self.right)):
-            check_integers(f"Window: {name}", size)
-            if size is not None and size < 0:
+        for name in ("left", "right"):
+            if getattr(self, name) is None:
+                continue
+            size = integers(f"Window: {name}", getattr(self, name))
+            object.__setattr__(self, name, size)
+            if not is_number(size) or size < 0:
                 raise OptionError(
                     f"Window: {name} counts other visible keys and cannot be negative, got {size} (None: no limit)"
                 )
@@ -84,6 +87,6 @@ class Window(Mask):
         return lo, np.full_like(i, FOREVER) if self.right is None else i + min(self.right, FOREVER) + 1
 
     def encode(self) -> Encoded:
-        sizes = [size for size in (self.left, self.right) if size is not None]
+        sizes = [min(size, FOREVER) for size in (self.left, self.right) if size is not None]
         left, right = ("None" if size is None else "INT" for size in (self.left, self.right))
         return Encoded(f"window({left}, {right})", sizes, [])

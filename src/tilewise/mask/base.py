@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._errors import OptionError
+from .._errors import DtypeError, OptionError
 from .._typing import Array
+from ..arrays import FOREVER, Value
 from ..positions import Dense, Layout, Positions
 
-FOREVER = 1 << 60
 Align = Literal["bottom-right", "top-left"]
 
 
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
     arrays: list[Array]
 
 
-class Mask:
+class Mask(Value):
     """Base of every mask. Keys at positions outside `interval` are hidden; `pointwise` masks also test each pair."""
 
     pointwise: bool = False
@@ -47,8 +47,9 @@ class Mask:
         """Key positions [lo, hi) outside which the row at position i of sequence b sees nothing."""
         return np.full_like(i, -FOREVER), np.full_like(i, FOREVER)
 
-    def bind(self, q_start: Array, heads: int) -> Mask:
-        """This mask once it is known where the first query row sits and how many query heads there are."""
+    def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
+        """This mask once it is known where the first query and key row sit (None: not in steps of one from a number that all
+        share) and how many query heads there are."""
         return self
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
@@ -62,6 +63,8 @@ class Mask:
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise DtypeError(f"a mask meets another mask, such as Where(table), not {type(other).__name__}")
         parts = tuple(p for side in (self, other) for p in (side.parts if isinstance(side, Both) else (side,)))
         return Both(parts)
 
@@ -71,18 +74,19 @@ class Mask:
         first, past = layout.columns(b, i, self.interval(*np.broadcast_arrays(*rows)))
         return first, np.maximum(first, past)
 
-    def grid(self, layout: Layout, b: slice, i: slice, j: slice) -> np.ndarray:
-        """The visible pairs of one tile, bool, broadcastable to "b h rows cols"."""
+    def grid(self, layout: Layout, b: slice, i: slice, j: slice, h: slice = slice(None)) -> np.ndarray:
+        """The visible pairs of one tile and of query heads h, bool, broadcastable to "b h rows cols"."""
         first, past = self.bounds(layout, b, i)
         column = np.arange(j.start, j.stop)
         keep = ((first[..., None] <= column) & (column < past[..., None]))[:, None]
         if not self.pointwise:
             return keep
         q, kv = layout.queries(b, i), layout.keys(b, j)
-        return keep & self.points(q.position[:, None, :, None], kv.position[:, None, None, :], q.sequence[:, None, :, None])
+        b_, i_, j_ = q.sequence[:, None, :, None], q.position[:, None, :, None], kv.position[:, None, None, :]
+        return keep & self.points(i_, j_, b_, h)
 
-    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The pointwise part of a pointwise mask, bool, broadcastable to "b h rows cols"."""
+    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray, h: slice) -> np.ndarray:
+        """The pointwise part of a pointwise mask for query heads h, bool, broadcastable to "b h rows cols"."""
         raise NotImplementedError
 
     def tiles(self, layout: Layout, b: slice, i: slice, edges: np.ndarray) -> np.ndarray:
@@ -103,15 +107,19 @@ class Mask:
                 kinds[t] = Tile.FULL if keep.all() else Tile.PARTIAL if keep.any() else Tile.EMPTY
         return kinds
 
-    def tile(self, q: Positions, kv: Positions, batch: int = 1) -> Tile:
+    def tile(self, q: Positions, kv: Positions, batch: int = 1, heads: int = 1) -> Tile:
         """EMPTY, PARTIAL or FULL: what this mask leaves of the tile of these query and key positions.
 
         >>> from tilewise.mask import Causal
         >>> Causal().tile(Positions(4, start=8), Positions(4)).name
         'FULL'
         """
-        everything = slice(0, batch), slice(0, q.count), np.array([0, kv.count])
-        return Tile(self.tiles(Dense(batch, q, kv), *everything)[0] if q.count and kv.count else Tile.EMPTY)
+        self.check((batch, heads, q.count, kv.count))
+        if not q.count or not kv.count:
+            return Tile.EMPTY
+        layout = Dense(batch, q, kv)
+        bound = self.bind(layout.starts, heads)
+        return Tile(bound.tiles(layout, slice(0, batch), slice(0, q.count), np.array([0, kv.count]))[0])
 
     @property
     def kind(self) -> str:
@@ -119,7 +127,7 @@ class Mask:
         return "TABLE" if self.pointwise else "INTERVAL"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Both(Mask):
     """`a & b`: visible where every part says so. Intervals meet by max and min; pointwise parts are tested on top."""
 
@@ -151,12 +159,12 @@ class Both(Mask):
             lo, hi = np.maximum(lo, first), np.minimum(hi, past)
         return lo, hi
 
-    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray) -> np.ndarray:
-        tests = [part.points(i, j, b) for part in self.parts if part.pointwise]
+    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray, h: slice) -> np.ndarray:
+        tests = [part.points(i, j, b, h) for part in self.parts if part.pointwise]
         return np.logical_and.reduce(np.broadcast_arrays(*tests)) if len(tests) > 1 else tests[0]
 
-    def bind(self, q_start: Array, heads: int) -> Mask:
-        return Both(tuple(part.bind(q_start, heads) for part in self.parts))
+    def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
+        return Both(tuple(part.bind(starts, heads) for part in self.parts))
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         for part in self.parts:

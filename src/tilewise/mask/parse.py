@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from .._errors import OptionError, ShapeError
+from .._errors import DtypeError, OptionError, ShapeError
 from .._typing import Array
 from .band import Causal, Full, Window
 from .base import Mask
@@ -28,6 +28,8 @@ def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> 
     >>> parse("causal & window(left=3)")
     Both(parts=(Causal(align='bottom-right'), Window(left=3, right=None)))
     """
+    if not isinstance(text, str):
+        raise DtypeError(f"a mask is read from text, got {type(text).__name__}")
     if len(text) > LONGEST:
         raise OptionError(f"a mask of {len(text)} characters is too long to read: at most {LONGEST}")
     return _Reader(iter(ints), iter(arrays), text).mask(_tree(text))
@@ -37,7 +39,7 @@ def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> 
 def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise OptionError(f"mask {text[:80]!r} cannot be read: {error}") from None
 
 
@@ -73,5 +75,5 @@ class _Reader:
             return value
         try:
             return ast.literal_eval(node)
-        except (ValueError, TypeError):
-            raise OptionError(f"mask {self.text!r}: {ast.unparse(node)!r} is not a number, a list or a string") from None
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            raise OptionError(f"mask {self.text!r}: {ast.dump(node)[:80]} is not a number, a list or a string") from None

@@ -10,21 +10,20 @@ import numpy as np
 
 from .._errors import OptionError, ShapeError
 from .._typing import Array
-from ..positions import check_integers, host, is_number
-from .base import FOREVER, Encoded, Mask
+from ..arrays import FOREVER, bounded, check_integers, host, integers, is_number, wide
+from .base import Encoded, Mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prefix(Mask):
     """Prefix language model: the first `length` keys are visible to all, the rest causally. `length`: int or "b"."""
 
     length: Array
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, (list, tuple)):
-            object.__setattr__(self, "length", np.asarray(self.length))
-        check_integers("Prefix: length", self.length)
-        if is_number(self.length) and self.length < 0:
+        length = bounded("Prefix: length", self.length)
+        object.__setattr__(self, "length", length)
+        if is_number(length) and length < 0:
             raise OptionError(f"Prefix: length cannot be negative, got {self.length}")
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
@@ -45,15 +44,15 @@ class Prefix(Mask):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunked(Mask):
     """Positions are cut into chunks of `size`; a query sees its own chunk. Combine with `Causal()` for chunked causal."""
 
     size: int
 
     def __post_init__(self) -> None:
-        check_integers("Chunked: size", self.size)
-        if self.size < 1:
+        object.__setattr__(self, "size", bounded("Chunked: size", self.size))
+        if not is_number(self.size) or self.size < 1:
             raise OptionError(f"Chunked: size must be at least 1, got {self.size}")
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
@@ -67,7 +66,7 @@ class Chunked(Mask):
         return Encoded("chunked(INT)", [self.size], [])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lengths(Mask):
     """Padding: sequence b has `kv[b]` real keys, at positions `first[b]` onwards (0 where not given: padding right)."""
 
@@ -76,10 +75,10 @@ class Lengths(Mask):
 
     def __post_init__(self) -> None:
         for name in ("kv", "first"):
-            value = getattr(self, name)
-            if value is not None and not hasattr(value, "shape"):
-                object.__setattr__(self, name, np.atleast_1d(np.asarray(value)))
-            check_integers(f"Lengths: {name}", getattr(self, name))
+            if name == "first" and self.first is None:
+                continue
+            value = bounded(f"Lengths: {name}", getattr(self, name))
+            object.__setattr__(self, name, np.asarray([value]) if is_number(value) else value)
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         first, past = self._span(b)
@@ -106,7 +105,7 @@ class Lengths(Mask):
         return Encoded("lengths(ARRAY, ARRAY)", [], [self.kv, self.first])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Documents(Mask):
     """Packed documents: position x belongs to document `ids[x]`, and a query sees its own document only.
 
@@ -120,11 +119,9 @@ class Documents(Mask):
     ids: Array
 
     def __post_init__(self) -> None:
-        if not hasattr(self.ids, "shape"):
-            object.__setattr__(self, "ids", np.asarray(self.ids))
-        check_integers("Documents: ids", self.ids)
-        if len(self.ids.shape) not in (1, 2):
-            raise ShapeError(f"Documents: ids must be 's' or 'b s', got {tuple(self.ids.shape)}")
+        object.__setattr__(self, "ids", integers("Documents: ids", self.ids))
+        if is_number(self.ids) or len(self.ids.shape) not in (1, 2):
+            raise ShapeError(f"Documents: ids must be 's' or 'b s', got {getattr(self.ids, 'shape', self.ids)}")
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> Documents:
@@ -133,6 +130,7 @@ class Documents(Mask):
     @classmethod
     def from_position_ids(cls, position_ids: Array) -> Documents:
         """A new document starts wherever `position_ids` ("s" or "b s") does not go up by one."""
+        position_ids = integers("position_ids", position_ids)
         before = position_ids[..., :1] - 1
         step = position_ids.diff(prepend=before) if hasattr(position_ids, "diff") else np.diff(position_ids, prepend=before)
         return cls((1 * (step != 1)).cumsum(-1))
@@ -144,7 +142,7 @@ class Documents(Mask):
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """ids, and where the run of each position starts and ends, all "b s" on the host."""
-        ids = np.atleast_2d(host(self.ids))
+        ids = np.atleast_2d(wide(self.ids))
         edge = np.ones((len(ids), 1), bool)
         change = ids[:, 1:] != ids[:, :-1]
         index = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
@@ -196,7 +194,7 @@ def _of_sequence(value: Array, b: Array) -> Array:
     """The entry of sequence b: an int holds for all, an array "b" (or of one entry) is looked up."""
     if is_number(value):
         return value
-    value = host(value).astype(np.int64)
+    value = wide(value)
     return value[b % len(value)] if len(value) else 0 * b
 
 
@@ -210,6 +208,7 @@ def _check_batch(name: str, value: Array | None, batch: int, axes: str) -> None:
     """Raise unless `value` is an int, an array of the last axis alone, or one row for each batch entry."""
     if value is None or is_number(value):
         return
+    check_integers(name, value)
     shape = tuple(value.shape)
     if len(shape) not in ({1} if axes == "b" else {1, 2}):
         raise ShapeError(f"{name} must be '{axes}', got {shape}")

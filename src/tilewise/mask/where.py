@@ -12,20 +12,20 @@ import numpy as np
 
 from .._errors import DtypeError, OptionError, ShapeError
 from .._typing import Array
-from ..positions import host, is_number
+from ..arrays import bounded, host
 from .base import Encoded, Mask
 
 _functions: weakref.WeakValueDictionary[int, Callable[..., Array]] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Where(Mask):
     """Visible where `test` says so: a function of positions, or a boolean table of rows and columns.
 
     A function `test(b, h, i, j)` gets integer arrays that broadcast to "b h rows cols" (sequence, query head, query
     position, key position) and is asked tile by tile: no n×s table is ever made. A table broadcasts to "b h n s".
-    `start` is the position of a table's first row: where the first query row sits unless given. Positions outside a table
-    are hidden.
+    Row and column 0 of a table belong to the first query and key row; or, with `start`, to query position `start` and key
+    position 0, and positions outside the table are hidden.
 
     >>> Where(lambda b, h, i, j: (i + j) % 2 == 0).keep(1, 3)
     True
@@ -34,10 +34,13 @@ class Where(Mask):
     test: Array | Callable[..., Array]
     start: int | None = None
     heads: int = 1
+    column: int = 0
 
     pointwise = True
 
     def __post_init__(self) -> None:
+        if self.start is not None:
+            object.__setattr__(self, "start", bounded("Where: start", self.start))
         if callable(self.test):
             return
         if not hasattr(self.test, "shape"):
@@ -51,7 +54,7 @@ class Where(Mask):
         if callable(self.test):
             return self.test(b, h, i, j)
         table = self._table
-        index = (b, h, i - (self.start or 0), j)
+        index = (b, h, i - (self.start or 0), j - self.column)
         index = tuple(x * 0 if size == 1 else x for x, size in zip(index, table.shape, strict=True))
         inside = reduce(and_, [(x >= 0) & (x < size) for x, size in zip(index, table.shape, strict=True)])
         if table.size == 0:
@@ -64,17 +67,20 @@ class Where(Mask):
         table = host(self.test)
         return table.reshape((1,) * (4 - table.ndim) + table.shape)
 
-    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.asarray(self.keep(i, j, b, np.arange(self.heads)[None, :, None, None]), dtype=bool)
+    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray, h: slice) -> np.ndarray:
+        keep = np.asarray(self.keep(i, j, b, np.arange(self.heads)[None, h, None, None]))
+        if keep.dtype.kind not in "biu":
+            raise DtypeError(f"Where: a function must return booleans (True: visible), got {keep.dtype}")
+        return keep.astype(bool).reshape((1,) * (4 - keep.ndim) + keep.shape)
 
-    def bind(self, q_start: Array, heads: int) -> Mask:
+    def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
         if callable(self.test) or self.start is not None:
             return replace(self, heads=heads)
-        if not is_number(q_start):
+        if starts is None:
             raise OptionError(
-                "Where: a table needs start= where query positions differ by batch entry or are packed; or use a function"
+                "Where: a table needs start= where positions are packed, strided or differ by batch entry; or use a function"
             )
-        return replace(self, start=q_start, heads=heads)
+        return replace(self, start=starts[0], column=starts[1], heads=heads)
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         if callable(self.test):

@@ -22,12 +22,13 @@ class Config:
     shape: TileShape
     batch: int
     key_heads: int
-    scores: int
+    scores: int = 0
+    itemsize: int = 4
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory of one step's scores, in the widest dtype that accumulates."""
-        return self.scores * LIVE * 4
+        """Memory of one step's scores, in the dtype that accumulates."""
+        return self.scores * LIVE * self.itemsize
 
 
 def configure(problem: Problem) -> Config:
@@ -41,4 +42,4 @@ def configure(problem: Problem) -> Config:
     together = max(1, SCORES // scores)
     key_heads = min(problem.g, together)
     batch = max(1, min(problem.b, together // key_heads))
-    return Config(TileShape(block_m, block_n), batch, key_heads, scores * key_heads * batch)
+    return Config(TileShape(block_m, block_n), batch, key_heads, scores * key_heads * batch, problem.lse_itemsize)

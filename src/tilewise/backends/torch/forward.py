@@ -38,7 +38,7 @@ def fold(problem: Problem, x: Inputs[Tensor], config: Config, clean: bool) -> Pa
     parts = []
     for b in blocks(problem.b, config.batch):
         rows = list(row_blocks(problem, config.shape, b))
-        heads = [_rows(Chunk(problem, x, b, g), rows, clean) for g in blocks(problem.g, config.key_heads)]
+        heads = [_rows(Chunk(problem, x, b, g, clean), rows) for g in blocks(problem.g, config.key_heads)]
         parts.append(Partial(_cat([h.o for h in heads], 2), _cat([h.lse for h in heads], 1)))
     if not parts:
         o, lse = x.q.new_zeros(0, problem.n, problem.h, problem.e), x.q.new_zeros(0, problem.h, problem.n)
@@ -46,7 +46,7 @@ def fold(problem: Problem, x: Inputs[Tensor], config: Config, clean: bool) -> Pa
     return Partial(_cat([p.o for p in parts], 0), _cat([p.lse for p in parts], 0))
 
 
-def _rows(chunk: Chunk, rows: list[tuple[slice, list[Visit]]], clean: bool) -> Partial:
+def _rows(chunk: Chunk, rows: list[tuple[slice, list[Visit]]]) -> Partial:
     """o "b n h e" and lse "b h n" of a chunk's heads."""
     o, lse = [], []
     for i, visits in rows:
@@ -54,7 +54,7 @@ def _rows(chunk: Chunk, rows: list[tuple[slice, list[Visit]]], clean: bool) -> P
         state = empty(q, chunk.problem.e)
         for visit in visits:
             s, seen = chunk.logits(q, chunk.keys(chunk.x.k, visit.j), visit)
-            state = absorb(state, s, chunk.keys(chunk.x.v, visit.j), seen, chunk.drop(visit), clean)
+            state = absorb(state, s, chunk.keys(chunk.x.v, visit.j), seen, chunk.drop(visit), chunk.clean)
         if chunk.x.sink is not None:
             state = absorb_sink(state, chunk.fold_rows(_sinks(chunk), slice(0, i.stop - i.start)))
         tile_o, tile_lse = finish(state)

@@ -33,6 +33,9 @@ class Chunk:
     x: Inputs[Tensor]
     b: slice
     g: slice
+    clean: bool = True
+    """Whether q, k and v may be multiplied without care for what hidden entries hold: logits need none where no derivative
+    is taken, weights none where v is finite."""
 
     @property
     def heads(self) -> slice:
@@ -64,19 +67,29 @@ class Chunk:
     def logits(self, q: Tensor, k: Tensor, visit: Visit) -> tuple[Tensor, Tensor | None]:
         """s "b g (r rows) cols", -inf where hidden, and which pairs are seen (None: all)."""
         score = self.problem.score
-        s = self.split(q @ k.transpose(-1, -2)) * score.scale
+        seen = None if visit.kind == Tile.FULL else self._keep(visit)
+        s = self.split(self._product(q, k)) * score.scale
         if self.x.bias is not None:
             s = s + self.bias(self.x.bias, visit)
         if self.x.alibi is not None:
             s = s - self.slopes(self.x.alibi) * self.distance(visit)
         if score.softcap is not None:
+            s = s if seen is None or self.clean else torch.where(seen, s, 0)
             s = score.softcap * torch.tanh(s / score.softcap)
-        seen = None if visit.kind == Tile.FULL else self._keep(visit)
         if seen is not None:
             s = torch.where(seen, s, -torch.inf)
         if self.x.bias is not None:
             seen = s != -torch.inf  # a bias of -inf hides as a mask does
         return s.flatten(2, 3), None if seen is None else seen.expand(s.shape).flatten(2, 3)
+
+    def _product(self, q: Tensor, k: Tensor) -> Tensor:
+        """q·kᵀ. Autograd would multiply the zero gradient of a hidden pair by what k holds; so where that may be NaN or inf,
+        such rows meet as numbers that no derivative goes through."""
+        if self.clean:
+            return q @ k.transpose(-1, -2)
+        rows, cols = q.isfinite().all(-1, keepdim=True), k.isfinite().all(-1, keepdim=True)
+        s = torch.where(rows, q, 0) @ torch.where(cols, k, 0).transpose(-1, -2)
+        return torch.where(rows & cols.transpose(-1, -2), s, q.detach() @ k.detach().transpose(-1, -2))
 
     def bias(self, bias: Tensor, visit: Visit) -> Tensor:
         """The bias of a tile, "b g r rows cols" up to broadcasting."""
@@ -116,10 +129,9 @@ class Chunk:
 
     def _keep(self, visit: Visit) -> Tensor:
         """The mask of a tile, "b g r rows cols" up to broadcasting."""
-        keep = torch.from_numpy(self.problem.mask.grid(self.problem.layout, self.b, visit.i, visit.j)).to(self.x.q.device)
-        if keep.shape[1] == 1:
-            return keep[:, :, None]
-        return keep[:, self.heads].unflatten(1, (-1, self.problem.group))
+        grid = self.problem.mask.grid(self.problem.layout, self.b, visit.i, visit.j, self.heads)
+        keep = torch.from_numpy(np.array(grid)).to(self.x.q.device)
+        return keep[:, :, None] if keep.shape[1] == 1 else keep.unflatten(1, (-1, self.problem.group))
 
 
 def weigh(w: Tensor, x: Tensor, seen: Tensor | None, clean: bool) -> Tensor:
