@@ -111,7 +111,7 @@ def questions(draw: st.DrawFn) -> tuple[Inputs[np.ndarray], Options]:
         b, n, s = draw(BATCHES), draw(COUNTS), draw(COUNTS)
         if draw(st.booleans()):
             positions = draw(sides(b, n)).positions, draw(sides(b, s, 0)).positions
-        align = draw(st.sampled_from(["bottom-right", "top-left"]))
+        align = "bottom-right" if positions is not None else draw(st.sampled_from(["bottom-right", "top-left"]))
         mask = draw(masks(b, h, align, tables=positions is not None))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     bias = draw(st.none() | st.sampled_from([(b, h, n, s), (h, 1, s), (n, 1), (s,), ()]))

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tilewise import backends, demo
+from tilewise import backends
 from tilewise.bench.cases import CASES, Case, Task, visible_pairs
 from tilewise.bench.machine import machine
 from tilewise.bench.peers import PEERS, Peer
@@ -142,7 +141,6 @@ def test_tilemap_counts_what_the_walk_visits(tmp_path: Path) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(tilemap, "save", lambda *a, **o: _raise(ModuleNotFoundError("No module", name="matplotlib")))
     result = tilewise("mask", "causal", "--png", tmp_path / "a.png")
     assert result.exit_code == 1 and result.stderr == "error: this needs matplotlib: pip install 'tilewise[plot]'\n"
 
@@ -338,47 +336,3 @@ def test_narrow_terminals_get_fewer_columns(width: int, columns: int) -> None:
     assert len(made.columns) == columns and isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()
     assert "vs flex" in lines[1] and "2.00×" in lines[3] and ("error/budget" in lines[1]) == (width == 120)
-
-
-# demo
-
-
-def test_fold_is_the_seed_example() -> None:
-    first, both, at_once = demo.fold()
-    assert (first.m, round(first.l, 3)) == (3.0, 1.135) and (both.m, round(both.l, 3)) == (5.0, 1.203)
-    assert np.allclose(both[1:], at_once[1:])
-
-
-def test_demo_quick(tmp_path: Path) -> None:
-    result = tilewise("demo", "--quick", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    for words in ("m=3", "ℓ=1.135", "m=5", "ℓ=1.203", "same embeddings", "peak memory", "skipped", "tiles.png"):
-        assert words in result.stdout
-    assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_demo_fails_where_embeddings_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    same = np.eye(len(demo.SENTENCES))
-    monkeypatch.setattr(demo, "embed", lambda implementation: same if implementation == "sdpa" else same + 1e-4)
-    monkeypatch.setattr(demo, "measure", lambda name, n: demo.Measured(1.0, 2, 1, np.zeros((64, 64)).tolist()))
-    monkeypatch.setattr(demo.Long, "exact", lambda self: np.zeros((64, 64)))
-    result = tilewise("demo", "--quick", "--out", tmp_path)
-    assert result.exit_code == 1 and "DIFFERENT embeddings" in result.stdout
-
-
-def test_standard_attention_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.cli.demo import compare
-
-    monkeypatch.setattr(demo, "available_bytes", lambda: 10**6)
-    asked: list[str] = []
-    monkeypatch.setattr(
-        demo, "measure", lambda name, n: asked.append(name) or demo.Measured(1.0, 2, 1, np.zeros((64, 64)).tolist())
-    )
-    compare(demo.Long(1024))
-    assert asked == ["tilewise"]
-
-
-def test_measured_memory_is_the_process_own() -> None:
-    assert demo.memory("VmHWM") >= demo.memory("VmRSS") * 0.99 > 0
-    assert demo.Long(4096).standard_bytes == 10 * 4096**2
-    assert SimpleNamespace(**vars(demo.Measured(1.0, 2, 1, [[0.0]]))).peak_bytes == 2

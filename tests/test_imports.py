@@ -29,7 +29,7 @@ THIRD_PARTY = {
     3: {"numpy"},
     4: {"numpy", "torch"},
     5: {"numpy", "torch"},
-    6: {"torch"},
+    6: {"numpy", "torch"},
     8: {"numpy", "torch", "typer", "rich", "click", "matplotlib", "transformers"},
 }
 ENTRANCES = {"__init__"}  # re-exports what users call

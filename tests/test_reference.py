@@ -18,7 +18,7 @@ from tilewise.problem import Inputs, Options, Partial, Problem
 from tilewise.ragged import Ragged
 from tilewise.reference import flash, plain
 from tilewise.softmax import finish
-from tilewise.testing import Answer, Result, compare, magnitudes
+from tilewise.testing import Answer, Result, compare, roundings
 from tilewise.tiles import TileShape
 
 EPS = float(np.finfo(np.float64).eps)
@@ -34,10 +34,10 @@ def folded(problem: Problem, x: Inputs[np.ndarray], grads: Partial, shape: TileS
 def held(problem: Problem, x: Inputs[np.ndarray], grads: Partial, *answers: Answer) -> list[Result]:
     """Answers against the definition. A sum of L terms rounds L times: no sum here is longer than all axes together."""
     right = Answer.of(plain.attention(problem, x), plain.gradients(problem, x, grads.o, grads.lse)).arrays
-    size = magnitudes(problem, x, grads.o, grads.lse)
     unit = EPS * (problem.b * problem.h + problem.n + problem.s + problem.d + problem.e)
+    size = roundings(problem, x, grads, (unit, unit))
     labels = {name: ("", "float64", name) for name in right}
-    return [compare(labels[name], mine.arrays[name], a, a, unit * size[name]) for mine in answers for name, a in right.items()]
+    return [compare(labels[name], mine.arrays[name], a, a, size[name]) for mine in answers for name, a in right.items()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.dropout import Dropout
 from tilewise.problem import Inputs, Options
 from tilewise.testing import agree, assert_right
 
@@ -117,16 +118,19 @@ def test_float32_means_float32_and_float64_means_float64():
         assert tw.attention(q, k, v).dtype == dtype
 
 
-def test_the_order_is_scale_bias_softcap_mask():
+def test_the_order_is_scale_bias_softcap_mask_sink_dropout():
     q, k, v = draw(h=2, g=2, dtype=torch.float64)
-    bias, slopes = torch.randn(2, 7, 11, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
+    bias, slopes, sink = (torch.rand(*shape, dtype=torch.float64) for shape in ((2, 7, 11), (2,), (2,)))
     s = 0.3 * torch.einsum("bnhd,bshd->bhns", q, k) + bias
     i, j = torch.arange(4, 11)[:, None], torch.arange(11)
     s = 2 * torch.tanh((s - slopes[:, None, None] * (i - j).abs()) / 2)
-    s = s.masked_fill(j > i, -INF)
-    right = torch.einsum("bhns,bshe->bnhe", s.softmax(-1), v)
-    mine = tw.attention(q, k, v, scale=0.3, bias=bias, alibi=slopes, softcap=2.0, mask=tw.Causal())
-    assert agree(mine, right)
+    s = torch.cat([s.masked_fill(j > i, -INF), sink[None, :, None, None].expand(2, 2, 7, 1)], -1)
+    kept = torch.from_numpy(Dropout(0.3, 5).keep(*np.ix_(range(2), range(2), range(4, 11), range(11))))
+    p = s.softmax(-1)[..., :-1] * kept / 0.7
+    right = torch.einsum("bhns,bshe->bnhe", p, v)
+    options = {"scale": 0.3, "bias": bias, "alibi": slopes, "softcap": 2.0, "sink": sink, "dropout": 0.3, "seed": 5}
+    o, lse = tw.attention_with_lse(q, k, v, mask=tw.Causal(), **options)
+    assert agree(o, right) and agree(lse, s.logsumexp(-1))
 
 
 def test_query_head_x_reads_key_head_x_over_group():
@@ -183,9 +187,10 @@ def test_any_strides_including_zero_and_a_last_axis_that_is_not_contiguous():
     assert q.stride(-1) != 1 and k.stride(0) == 0 and v.stride(-1) != 1
     assert_right(Inputs(q, k, v), Options(tw.Causal()))
     do = torch.ones(1).expand(2, 7, 4, 3)  # what .sum().backward() sends
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    (o,) = (tw.attention(q, k, v),)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(o, (q, k, v), do))
+    strided = [x.requires_grad_() for x in (q, k.detach(), v)]
+    whole = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in strided]
+    found = torch.autograd.grad(tw.attention(*strided), strided, do)
+    assert all(agree(a, b) for a, b in zip(found, torch.autograd.grad(tw.attention(*whole), whole, do.clone()), strict=True))
 
 
 @pytest.mark.parametrize("axis", ["b", "n", "s"])
@@ -197,6 +202,24 @@ def test_any_length_including_zero(axis):
     assert torch.equal(o, torch.zeros_like(o)) and (lse == -INF).all()
     grads = torch.autograd.grad(o.sum() + lse.nan_to_num().sum(), (q, k, v))
     assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+def test_packed_attention_has_a_log_sum_exp_too():
+    q, k, v = torch.randn(6, 2, 3), torch.randn(6, 2, 3), torch.randn(6, 2, 3)
+    o, lse = tw.attention_with_lse(q, k, v, ragged=tw.Ragged.from_lengths([2, 3]))
+    assert o.shape == (6, 2, 3) and lse.shape == (2, 6) and (lse[:, 5] == -INF).all()
+    first = tw.attention_with_lse(q[None, :2], k[None, :2], v[None, :2])
+    assert agree(lse[:, :2], first.lse[0])
+    halves = [tw.attention_with_lse(q, k[:c], v[:c], ragged=tw.Ragged.from_offsets([0, 2, 5], [0, 2, c])) for c in (5,)]
+    assert agree(tw.merge(*halves).o, o)
+
+
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
+    q, k, v = draw()
+    table = torch.rand(7, 11) < 0.6
+    bias = torch.zeros(7, 11).masked_fill(~table, -INF)
+    v[:, 3], bias[:, 3], table[:, 3] = NAN, -INF, False
+    assert agree(tw.attention(q, k, v, bias=bias), tw.attention(q, k, v, mask=tw.Where(table)))
 
 
 def test_a_sequence_of_length_zero_in_a_packed_batch():

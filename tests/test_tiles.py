@@ -15,7 +15,7 @@ from tilewise._errors import OptionError
 from tilewise.cases import CASES
 from tilewise.mask import Causal, Full, Lengths, Mask, Tile, Where, Window
 from tilewise.problem import Inputs, Options, Problem
-from tilewise.tiles import TileShape, Visit, blocks, key_blocks, row_blocks, table, visible_pairs, walk
+from tilewise.tiles import TileShape, Visit, blocks, table, visible_pairs, walk, walk_keys
 
 SHAPES = st.builds(TileShape, st.integers(1, 9), st.integers(1, 9))
 
@@ -27,6 +27,11 @@ def problem_of(mask: Mask, b: int, n: int, s: int, h: int = 1) -> Problem:
 def visible(problem: Problem) -> np.ndarray:
     """Every visible pair, "b h n s"."""
     return np.broadcast_to(problem.keep(), (problem.b, problem.h, problem.n, problem.s))
+
+
+def visits(problem: Problem, shape: TileShape, batch: int = 1) -> list[Visit]:
+    """Every visit, `batch` entries at a time."""
+    return [v for b in blocks(problem.b, batch) for _, row in walk(problem, shape, b) for v in row]
 
 
 def faults(problem: Problem, visits: list[Visit], shape: TileShape, batch: int) -> list[str]:
@@ -50,43 +55,43 @@ def faults(problem: Problem, visits: list[Visit], shape: TileShape, batch: int) 
 @settings(max_examples=200, deadline=None)
 def test_the_walk_visits_every_visible_pair_once_and_nothing_for_nothing(question, shape, batch):
     problem = Problem.describe(*question)
-    assert faults(problem, list(walk(problem, shape, batch)), shape, batch) == []
+    assert faults(problem, visits(problem, shape, batch), shape, batch) == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_walk_of_every_named_case_is_right(case):
     problem = Problem.describe(case.inputs(), case.options)
     for shape, batch in ((TileShape(16, 24), 1), (TileShape(97, 31), 2)):
-        assert faults(problem, list(walk(problem, shape, batch)), shape, batch) == []
+        assert faults(problem, visits(problem, shape, batch), shape, batch) == []
 
 
 def test_a_wrong_walk_has_faults():
     shape = TileShape(3, 4)
     problem = problem_of(Causal() & Window(2), 2, 7, 11)
-    visits = list(walk(problem, shape, 2))
-    partial = next(v for v in visits if v.kind == Tile.PARTIAL)
+    walked = visits(problem, shape, 2)
+    partial = next(v for v in walked if v.kind == Tile.PARTIAL)
     hidden = Visit(slice(0, 2), slice(0, 3), slice(8, 11), Tile.PARTIAL)
     wrong = {
-        "lost": visits[1:],
-        "doubled": [*visits, visits[0]],
-        "hidden": [*visits, hidden],
-        "claimed full": [*(v for v in visits if v != partial), partial._replace(kind=Tile.FULL)],
+        "lost": walked[1:],
+        "doubled": [*walked, walked[0]],
+        "hidden": [*walked, hidden],
+        "claimed full": [*(v for v in walked if v != partial), partial._replace(kind=Tile.FULL)],
         "too wide": [Visit(slice(0, 2), slice(0, 7), slice(0, 11), Tile.PARTIAL)],
-        "too few entries": list(walk(replace(problem, b=1), shape, 2)),
+        "too few entries": visits(replace(problem, b=1), shape, 2),
     }
-    assert faults(problem, visits, shape, 2) == []
-    assert [name for name, walked in wrong.items() if not faults(problem, walked, shape, 2)] == []
+    assert faults(problem, walked, shape, 2) == []
+    assert [name for name, found in wrong.items() if not faults(problem, found, shape, 2)] == []
     everything = problem_of(Full(), 1, 7, 11)
-    understated = [v._replace(kind=Tile.PARTIAL) for v in walk(everything, shape)]
+    understated = [v._replace(kind=Tile.PARTIAL) for v in visits(everything, shape)]
     assert faults(everything, understated, shape, 1)
 
 
 @given(questions(), SHAPES)
 @settings(max_examples=100, deadline=None)
-def test_key_blocks_are_the_transpose_of_row_blocks(question, shape):
+def test_the_walk_by_keys_is_the_transpose_of_the_walk(question, shape):
     problem = Problem.describe(*question)
     b = slice(0, problem.b)
-    rows, columns = list(row_blocks(problem, shape, b)), list(key_blocks(problem, shape, b))
+    rows, columns = list(walk(problem, shape, b)), list(walk_keys(problem, shape, b))
     assert [i for i, _ in rows] == blocks(problem.n, shape.block_m)
     assert [j for j, _ in columns] == blocks(problem.s, shape.block_n)
     down = [v for _, column in columns for v in column]
@@ -103,7 +108,7 @@ def test_the_table_holds_the_walk(question, shape):
         kinds = table(problem, shape, b)
         assert kinds.shape == (len(blocks(problem.n, shape.block_m)), len(blocks(problem.s, shape.block_n)))
         filled = np.zeros_like(kinds)
-        for _, visits in row_blocks(problem, shape, b):
+        for _, visits in walk(problem, shape, b):
             for v in visits:
                 filled[v.i.start // shape.block_m, v.j.start // shape.block_n] = v.kind
         np.testing.assert_array_equal(kinds, filled)
@@ -148,7 +153,7 @@ def test_a_tile_is_full_for_a_batch_only_if_it_is_for_every_entry():
     kinds = {b.stop: table(problem, TileShape(2, 2), b).tolist() for b in (slice(0, 1), slice(0, 2), slice(2, 3), slice(0, 3))}
     assert kinds == {1: [[2, 2, 0]], 2: [[2, 1, 0]], 3: [[1, 1, 0]]}
     assert table(problem, TileShape(2, 2), slice(2, 3)).tolist() == [[0, 0, 0]]
-    assert [v.b for v in walk(problem, TileShape(2, 5), batch=2)] == [slice(0, 2)]
+    assert [v.b for v in visits(problem, TileShape(2, 5), 2)] == [slice(0, 2)]
 
 
 def test_blocks_cover_a_size_once():

@@ -9,6 +9,7 @@ from .api import attention_varlen as attention_varlen
 from .api import attention_with_lse as attention_with_lse
 from .api import merge as merge
 from .api import plan as plan
+from .backends.plan import Plan as Plan
 from .mask import Causal as Causal
 from .mask import Chunked as Chunked
 from .mask import Documents as Documents
@@ -16,6 +17,7 @@ from .mask import Full as Full
 from .mask import Lengths as Lengths
 from .mask import Mask as Mask
 from .mask import Prefix as Prefix
+from .mask import Tile as Tile
 from .mask import Where as Where
 from .mask import Window as Window
 from .positions import Positions as Positions

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ._errors import DtypeError, OptionError, ShapeError
 from .backends import check_name, make_plan
 from .backends.plan import Plan
+from .dropout import check_rate
 from .mask import Mask
 from .ops import run
 from .positions import Positions
-from .problem import NAMES, Inputs, Options, Partial, check_positions
+from .problem import NAMES, Inputs, Options, Partial
 from .ragged import Ragged
 from .request import EXTRAS, Request
 
@@ -80,6 +82,7 @@ def attention_with_lse(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     positions: tuple[Positions, Positions] | None = None,
+    ragged: Ragged | None = None,
     backend: str | None = None,
     deterministic: bool = False,
 ) -> Partial:
@@ -87,7 +90,8 @@ def attention_with_lse(
 
         lse[i] = log Σ_j exp(s[i, j])        natural logarithm; the sink's logit counts; dropout does not
 
-    Shapes      o "b n h e" in the inputs' dtype · lse "b h n", float32 (float64 for float64 inputs)
+    Shapes      o "b n h e" in the inputs' dtype · lse "b h n", float32 (float64 for float64 inputs); with `ragged`, as in
+                `attention_varlen`, "t h e" and "h t"
     Everything else as in `attention`.
 
     >>> from tilewise import Causal
@@ -95,9 +99,10 @@ def attention_with_lse(
     >>> attention_with_lse(x, x, x, mask=Causal()).lse.shape
     torch.Size([1, 2, 6])
     """
-    x = Inputs(q, k, v, bias, alibi, sink)
-    options = Options(mask, softcap=softcap, positions=positions, deterministic=deterministic)
-    return compute(x, options, scale, (dropout, seed), backend)
+    x = _unpacked(Inputs(q, k, v, bias, alibi, sink), ragged)
+    options = Options(mask, None, softcap, None, positions, ragged, deterministic)
+    partial = compute(x, options, scale, (dropout, seed), backend)
+    return partial if ragged is None else Partial(partial.o[0], partial.lse[0])
 
 
 def attention_varlen(
@@ -130,12 +135,10 @@ def attention_varlen(
     >>> attention_varlen(q, q, q, ragged=Ragged.from_lengths([3, 5]), mask=Causal()).shape
     torch.Size([8, 4, 16])
     """
-    x = Inputs(q, k, v, bias, alibi, sink)
-    _check_tensors(x)
-    _check_ragged(x, ragged)
-    x = replace(x, q=q[None], k=k[None], v=v[None])
-    options = Options(mask, softcap=softcap, ragged=ragged, deterministic=deterministic)
-    return compute(x, options, scale, (dropout, seed), backend).o[0]
+    return attention_with_lse(
+        q, k, v, ragged=ragged, mask=mask, scale=scale, softcap=softcap, alibi=alibi, bias=bias, sink=sink, dropout=dropout,
+        seed=seed, backend=backend, deterministic=deterministic,
+    ).o  # fmt: skip
 
 
 def merge(*partials: Partial | tuple[Tensor, Tensor]) -> Partial:
@@ -172,7 +175,8 @@ def merge(*partials: Partial | tuple[Tensor, Tensor]) -> Partial:
 def _check_partial(index: int, partial: Partial | tuple[Tensor, Tensor], first: Partial | tuple[Tensor, Tensor]) -> None:
     """A pair of tensors that fit each other and the first pair."""
     if not isinstance(partial, tuple) or len(partial) != 2 or not all(isinstance(x, Tensor) for x in partial):
-        raise DtypeError(f"partial {index} must be a Partial or a pair of tensors (o, lse), got {type(partial).__name__}")
+        got = f"got {type(partial).__name__}; several are given one by one: merge(*partials)"
+        raise DtypeError(f"partial {index} must be a Partial or a pair of tensors (o, lse), {got}")
     o, lse = partial
     if o.shape[:-1] != lse.transpose(-1, -2).shape:
         raise ShapeError(f"partial {index}: o {tuple(o.shape)} '… n h e' does not fit lse {tuple(lse.shape)} '… h n'")
@@ -213,13 +217,9 @@ def plan(
     tiles     256 × 256: visits 80 of 128 (48 FULL, 32 PARTIAL, 48 EMPTY)
     forward   1.342 GFLOP, 14.71 MB (storing the scores: 142.61 MB)
     backward  4.698 GFLOP, 40.11 MB (storing the scores: 251.66 MB)
-    workspace 12.0 MiB beside inputs, outputs and gradients
+    workspace 16.0 MiB beside inputs, outputs and gradients
     """
-    x = Inputs(q, k, v, bias, alibi, sink)
-    _check_tensors(x)
-    if ragged is not None:
-        _check_ragged(x, ragged)
-        x = replace(x, q=q[None], k=k[None], v=v[None])
+    x = _unpacked(Inputs(q, k, v, bias, alibi, sink), ragged)
     if isinstance(scale, Tensor):
         _scaled(x.q[:0], scale)
         scale = None
@@ -258,15 +258,7 @@ def _scaled(q: Tensor, scale: Tensor) -> Tensor:
 
 def _request(x: Inputs[Tensor], options: Options, dropout: tuple, backend: str | None) -> Request:
     rate, seed = dropout
-    for name, number in (("scale", options.scale), ("softcap", options.softcap), ("dropout", rate)):
-        if not isinstance(number, (int, float)) and (number is not None or name == "dropout"):
-            raise DtypeError(f"{name} must be a number, got {type(number).__name__}")
-    if not 0 <= rate < 1:
-        raise OptionError(f"dropout must lie in [0, 1), got {rate}")
-    if options.mask is not None and not isinstance(options.mask, Mask):
-        raise DtypeError(f"mask must be a tilewise mask such as Causal() or Where(table), got {type(options.mask).__name__}")
-    if options.positions is not None:
-        check_positions(options.positions)
+    check_rate(rate)
     if backend is not None:
         check_name(backend)
     extras = tuple(name for name in EXTRAS if getattr(x, name) is not None)
@@ -281,11 +273,11 @@ def _seed(seed: int | Tensor | None) -> Tensor:
         if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex():
             raise DtypeError(f"seed must be one integer, got a tensor {tuple(seed.shape)} of {seed.dtype}")
         return seed.reshape(())
-    if not isinstance(seed, int):
+    if not isinstance(seed, (int, np.integer)):
         raise DtypeError(f"seed must be an integer, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise OptionError(f"seed must fit 64 bits, got {seed}")
-    return torch.full((), seed, dtype=torch.int64, device="cpu")
+    return torch.full((), int(seed) if isinstance(seed, np.integer) else seed, dtype=torch.int64, device="cpu")
 
 
 def _check_tensors(x: Inputs[Tensor]) -> None:
@@ -295,9 +287,12 @@ def _check_tensors(x: Inputs[Tensor]) -> None:
             raise DtypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
 
 
-def _check_ragged(x: Inputs[Tensor], ragged: Ragged) -> None:
-    if not isinstance(ragged, Ragged):
-        raise DtypeError(f"ragged must be a tilewise Ragged such as Ragged.from_lengths([3, 5]), got {type(ragged).__name__}")
+def _unpacked(x: Inputs[Tensor], ragged: Ragged | None) -> Inputs[Tensor]:
+    """The inputs with all four axes: packed ones are a batch of one."""
+    _check_tensors(x)
+    if ragged is None:
+        return x
     for name, tensor, axes in (("q", x.q, "t h d"), ("k", x.k, "t g d"), ("v", x.v, "t g e")):
         if tensor.dim() != 3:
             raise ShapeError(f"{name} must have the three axes '{axes}', got {tensor.dim()}: {tuple(tensor.shape)}")
+    return replace(x, q=x.q[None], k=x.k[None], v=x.v[None])

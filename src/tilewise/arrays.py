@@ -46,6 +46,12 @@ def integers(name: str, value: Array) -> Array:
     return value
 
 
+def check_number(name: str, value: Any) -> None:
+    """Raise unless `value` is one real number, plain or NumPy's."""
+    if not isinstance(value, (int, float, np.integer, np.floating)):
+        raise DtypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
 def check_integers(name: str, value: Array | None) -> None:
     """Raise unless an array holds integers."""
     kind = str(getattr(value, "dtype", "int")).removeprefix("torch.")

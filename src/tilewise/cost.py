@@ -12,7 +12,7 @@ import numpy as np
 
 from .mask import Tile
 from .problem import Problem
-from .tiles import TileShape, Visit, blocks, key_blocks, row_blocks
+from .tiles import TileShape, Visit, blocks, walk, walk_keys
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _length(part: slice) -> int:
 
 def _forward(problem: Problem, shape: TileShape, b: slice) -> Cost:
     p, visits, total = problem, [], Cost()
-    for i, row in row_blocks(p, shape, b):
+    for i, row in walk(p, shape, b):
         rows, cols = _length(i), sum(_length(v.j) for v in row)
         pairs = rows * cols
         reads = rows * p.d + cols * (p.d + p.e) + (pairs if p.score.bias is not None else 0)
@@ -139,7 +139,7 @@ def _backward(problem: Problem, shape: TileShape, b: slice) -> Cost:
     bias = 1 if p.score.bias is not None else 0
     each_head = Cost(0, 0, p.n * 2 * p.e * p.itemsize, p.n * p.lse_itemsize)  # delta: o and do in, delta out
     each_key_head = Cost()
-    for i, row in row_blocks(p, shape, b):  # dq: q, do, lse, delta once; k and v once a visit
+    for i, row in walk(p, shape, b):  # dq: q, do, lse, delta once; k and v once a visit
         rows, cols = _length(i), sum(_length(v.j) for v in row)
         reads = (rows + cols) * (p.d + p.e) + bias * rows * cols
         each_head += Cost(
@@ -149,7 +149,7 @@ def _backward(problem: Problem, shape: TileShape, b: slice) -> Cost:
             rows * p.d * p.itemsize,
         )
         visits += row
-    for j, column in key_blocks(p, shape, b):  # dk, dv: k and v once; q, do, lse, delta once a visit of each head of the group
+    for j, column in walk_keys(p, shape, b):  # dk, dv: k and v once; q, do, lse, delta once a visit of each head of the group
         cols, rows = _length(j), sum(_length(v.i) for v in column)
         reads = rows * (p.d + p.e) + bias * rows * cols
         each_head += Cost(4 * rows * cols * (p.d + p.e), rows * cols, reads * p.itemsize + 2 * rows * p.lse_itemsize)

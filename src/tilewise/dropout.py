@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._errors import OptionError
+from .arrays import check_number
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -30,6 +31,13 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[np.nd
     return c0, c1, c2, c3
 
 
+def check_rate(rate: float) -> None:
+    """Raise unless `rate` is a number in [0, 1)."""
+    check_number("dropout", rate)
+    if not 0 <= rate < 1:
+        raise OptionError(f"dropout must lie in [0, 1), got {rate}")
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Each probability is dropped with chance `rate`; what is kept grows by 1 / (1 − rate).
@@ -42,8 +50,7 @@ class Dropout:
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < 1:
-            raise OptionError(f"dropout must lie in [0, 1), got {self.rate}")
+        check_rate(self.rate)
 
     @property
     def key(self) -> tuple[int, int]:

@@ -89,11 +89,12 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
 
 def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
     """Attention as ordinary operations: what derivatives beyond the first are taken of."""
-    from .backends.torch import differentiable
+    from . import backends
 
     request = Request.decode(wire._replace(arrays=[on_host(a) for a in wire.arrays]))
+    plan = backends.make_plan(request.problem(x), request.backend)
     with torch.autocast(x.q.device.type, enabled=False):
-        return differentiable(request.problem(x), x)
+        return backends.differentiable(plan, x, named=request.backend is not None)
 
 
 def _wanted(request: Request, needs: Sequence[bool]) -> list[str]:

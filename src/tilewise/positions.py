@@ -38,6 +38,8 @@ class Positions(Value):
     rows: Array | None = None
 
     def __post_init__(self) -> None:
+        if not is_number(bounded("positions: count", self.count)) or self.count < 0:
+            raise OptionError(f"positions: count cannot be negative, got {self.count}")
         object.__setattr__(self, "start", bounded("positions: start", self.start))
         if not is_number(bounded("positions: step", self.step)) or self.step < 1:
             raise OptionError(f"positions: step must be at least 1, got {self.step}")

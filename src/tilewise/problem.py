@@ -1,4 +1,5 @@
-"""What is asked, once and for all: a frozen description that every layer below reads. The only validation lives here."""
+"""What is asked, once and for all: a frozen description that every layer below reads. Validation lives here and in the values
+that it is made of; above it, only what must be known before a description can be made."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ._errors import DtypeError, OptionError, ShapeError
 from ._typing import A, Array, Shaped
-from .arrays import check_integers
+from .arrays import check_integers, check_number
 from .dropout import Dropout
 from .mask import Full, Mask
 from .positions import Dense, Layout, Positions
@@ -65,6 +66,19 @@ class Options:
     ragged: Ragged | None = None
     deterministic: bool = False
 
+    def __post_init__(self) -> None:
+        if self.mask is not None and not isinstance(self.mask, Mask):
+            raise DtypeError(f"mask must be a tilewise mask such as Causal() or Where(table), got {type(self.mask).__name__}")
+        for name, number in (("scale", self.scale), ("softcap", self.softcap)):
+            if number is not None:
+                check_number(name, number)
+        pair = self.positions
+        if pair is not None and not (isinstance(pair, tuple) and [type(side) for side in pair] == [Positions, Positions]):
+            raise DtypeError(f"positions must be a pair of Positions, of q and of k, got {pair!r}")
+        if self.ragged is not None and not isinstance(self.ragged, Ragged):
+            got = type(self.ragged).__name__
+            raise DtypeError(f"ragged must be a tilewise Ragged such as Ragged.from_lengths([3, 5]), got {got}")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -94,8 +108,6 @@ class Problem:
         check_shapes(inputs)
         (b, n, h, d), (_, s, g, e) = inputs.q.shape, inputs.v.shape
         mask = Full() if options.mask is None else options.mask
-        if not isinstance(mask, Mask):
-            raise DtypeError(f"mask must be a tilewise mask such as Causal() or Where(table), got {type(mask).__name__}")
         layout = layout_of(options, mask, (b, n, s))
         mask.check((layout.ragged.sequences if isinstance(layout, Packed) else b, h, n, s))
         score = Score(
@@ -107,22 +119,9 @@ class Problem:
         )
         dropout = options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
         mask = mask.bind(layout.starts if isinstance(layout, Dense) else None, h)
-        return cls(
-            b,
-            n,
-            s,
-            h,
-            g,
-            d,
-            e,
-            dtype_name(inputs.q),
-            device_name(inputs.q),
-            mask,
-            score,
-            dropout,
-            layout,
-            options.deterministic,
-        )
+        sizes = {"b": b, "n": n, "s": s, "h": h, "g": g, "d": d, "e": e}
+        where = {"dtype": dtype_name(inputs.q), "device": device_name(inputs.q), "layout": layout}
+        return cls(**sizes, **where, mask=mask, score=score, dropout=dropout, deterministic=options.deterministic)
 
     @property
     def group(self) -> int:
@@ -171,7 +170,9 @@ def layout_of(options: Options, mask: Mask, sizes: tuple[int, int, int]) -> Layo
         return Packed(options.ragged, n, s)
     if options.positions is None:
         return Dense(b, Positions(n, start=0 if mask.align == "top-left" else s - n), Positions(s))
-    q, kv = check_positions(options.positions)
+    if mask.align == "top-left":
+        raise OptionError("Causal(align='top-left') says where rows sit, and so does positions=: give one of them")
+    q, kv = options.positions
     for side, have, axis, want in (("q", q, "n", n), ("k", kv, "s", s)):
         if have.count != want:
             raise ShapeError(f"axis {axis}: positions of {side} count {have.count} rows where {side} has {want}")
@@ -181,13 +182,6 @@ def layout_of(options: Options, mask: Mask, sizes: tuple[int, int, int]) -> Layo
             if len(shape) == axes and shape[:1] not in ((1,), (b,)):
                 raise ShapeError(f"axis b: positions of {side} {shape} do not fit a batch of {b}")
     return Dense(b, q, kv)
-
-
-def check_positions(positions: tuple[Positions, Positions]) -> tuple[Positions, Positions]:
-    pair = positions if isinstance(positions, tuple) else (positions,)
-    if len(pair) != 2 or not all(isinstance(side, Positions) for side in pair):
-        raise DtypeError(f"positions must be a pair of Positions, of q and of k, got {positions!r}")
-    return pair[0], pair[1]
 
 
 def dtype_name(x: Shaped) -> str:

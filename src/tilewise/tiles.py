@@ -40,8 +40,9 @@ def blocks(size: int, block: int) -> list[slice]:
     return [slice(x, min(x + block, size)) for x in range(0, size, block)]
 
 
-def row_blocks(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[slice, list[Visit]]]:
-    """Each block of query rows with the tiles it visits, left to right: the order of forward and dQ."""
+def walk(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[slice, list[Visit]]]:
+    """Each block of query rows with the tiles it visits, left to right: the order of forward and dQ. A tile that no row of the
+    batch entries b sees is not there; one is FULL only if it is for all of them."""
     columns = blocks(problem.s, shape.block_n)
     edges = np.array([0, *(j.stop for j in columns)])
     for i in blocks(problem.n, shape.block_m):
@@ -49,21 +50,14 @@ def row_blocks(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[s
         yield i, [Visit(b, i, columns[t], Tile(kinds[t])) for t in np.flatnonzero(kinds)]
 
 
-def key_blocks(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[slice, list[Visit]]]:
+def walk_keys(problem: Problem, shape: TileShape, b: slice) -> Iterator[tuple[slice, list[Visit]]]:
     """Each block of key rows with the tiles that visit it, top to bottom: the order of dK and dV."""
     columns: dict[int, list[Visit]] = {j.start: [] for j in blocks(problem.s, shape.block_n)}
-    for _, row in row_blocks(problem, shape, b):
+    for _, row in walk(problem, shape, b):
         for visit in row:
             columns[visit.j.start].append(visit)
     for j in blocks(problem.s, shape.block_n):
         yield j, columns[j.start]
-
-
-def walk(problem: Problem, shape: TileShape, batch: int = 1) -> Iterator[Visit]:
-    """Every visit, `batch` entries at a time, in forward order. A tile is FULL only if it is for all of the entries."""
-    for b in blocks(problem.b, batch):
-        for _, visits in row_blocks(problem, shape, b):
-            yield from visits
 
 
 def table(problem: Problem, shape: TileShape, b: slice) -> np.ndarray:

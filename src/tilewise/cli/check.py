@@ -27,7 +27,7 @@ def check(
     if unknown:
         raise DtypeError(f"dtype must be one of {', '.join(DTYPES)}, got {unknown[0]!r}")
     dtypes, results = dtype or None, []
-    with progress(count(backend, dtypes, case)) as step:
+    with progress(count(dtypes, case)) as step:
         for result in conformance(backend, device, dtypes, case):
             results.append(result)
             step(result.case, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,10 @@ from .._errors import OptionError
 
 PIPE_WIDTH = 160
 """Columns of a pipe or a file, which have none of their own."""
+
+
+LINE_S = 5.0
+"""Seconds between lines of progress in a pipe."""
 
 
 def out() -> Console:
@@ -40,12 +45,30 @@ def table(*columns: str, title: str | None = None, right: str = "") -> Table:
 
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[str, int], None]]:
-    """A bar on a terminal, nothing in a pipe: call it with what is going on and how many steps are done since."""
+    """A bar on a terminal, a line every few seconds in a pipe: call it with what is going on and how many steps are done
+    since."""
     console = err()
+    if not console.is_terminal:
+        yield _lines(console, total)
+        return
     columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda text, steps: bar.update(task, description=escape(text), advance=steps)
+
+
+def _lines(console: Console, total: int | None) -> Callable[[str, int], None]:
+    """Progress as lines, `LINE_S` seconds apart."""
+    done, last = 0, time.monotonic()
+
+    def step(text: str, steps: int) -> None:
+        nonlocal done, last
+        done += steps
+        if time.monotonic() - last >= LINE_S:
+            last = time.monotonic()
+            console.print(f"… {done}{f'/{total}' if total else ''} {text}", markup=False, soft_wrap=True)
+
+    return step
 
 
 def _console(stderr: bool) -> Console:

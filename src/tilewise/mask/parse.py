@@ -18,10 +18,6 @@ _MASKS: dict[str, type[Mask]] = {
 }
 
 
-LONGEST = 2000
-"""Characters of the longest mask that is read: far above any that makes sense, far below the recursion limit."""
-
-
 def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> Mask:
     """The mask that `text` describes; each INT and ARRAY in it takes the next of `ints` and `arrays`.
 
@@ -30,9 +26,10 @@ def parse(text: str, ints: Iterable[int] = (), arrays: Iterable[Array] = ()) -> 
     """
     if not isinstance(text, str):
         raise DtypeError(f"a mask is read from text, got {type(text).__name__}")
-    if len(text) > LONGEST:
-        raise OptionError(f"a mask of {len(text)} characters is too long to read: at most {LONGEST}")
-    return _Reader(iter(ints), iter(arrays), text).mask(_tree(text))
+    try:
+        return _Reader(iter(ints), iter(arrays), text).mask(_tree(text))
+    except RecursionError:
+        raise OptionError(f"mask {text[:80]!r}… of {len(text)} characters is nested too deeply") from None
 
 
 @lru_cache(maxsize=256)

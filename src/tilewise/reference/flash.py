@@ -14,7 +14,7 @@ from ..cost import Meter
 from ..mask import Tile
 from ..problem import Inputs, Partial, Problem
 from ..softmax import State, absorb, empty, finish, merge, pivot, weigh
-from ..tiles import TileShape, Visit, blocks, key_blocks, row_blocks
+from ..tiles import TileShape, Visit, blocks, walk, walk_keys
 
 Watch = Callable[[Visit, int, State], None]
 """Called after each absorbed tile with the visit, the query head and the state so far."""
@@ -81,7 +81,7 @@ def forward(
     meter = meter or Meter.of(problem)
     o, lse = np.zeros((problem.b, problem.n, problem.h, problem.e)), np.zeros((problem.b, problem.h, problem.n))
     for head in _heads(problem, x, meter):
-        for i, visits in row_blocks(problem, shape, head.b):
+        for i, visits in walk(problem, shape, head.b):
             q, state = head.rows("q", i), empty(i.stop - i.start, problem.e)
             for visit in visits:
                 s = head.logits(q, head.rows("k", visit.j), visit)
@@ -158,7 +158,7 @@ def _recompute(head: Head, visit: Visit, q: np.ndarray, k: np.ndarray, v: np.nda
 def _dq(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -> None:
     """dq, and the gradients of bias and alibi, of one head: a fold over each block of query rows."""
     b = head.b.start
-    for i, visits in row_blocks(head.problem, shape, head.b):
+    for i, visits in walk(head.problem, shape, head.b):
         q, row = head.rows("q", i), rows.load(head, i)
         dq = np.zeros_like(q)
         for visit in visits:
@@ -179,7 +179,7 @@ def _dk_dv(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -
     k and v on chip, the last one writes the sums."""
     b, g, group = head.b.start, head.x // head.problem.group, head.x % head.problem.group
     idle = Head(head.problem, head.inputs, Meter.of(head.problem), head.b, head.x)
-    for j, visits in key_blocks(head.problem, shape, head.b):
+    for j, visits in walk_keys(head.problem, shape, head.b):
         source = head if group == 0 else idle
         k, v = source.rows("k", j), source.rows("v", j)
         dk, dv = np.zeros_like(k), np.zeros_like(v)

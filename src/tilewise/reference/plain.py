@@ -1,13 +1,12 @@
-"""The definition of attention and of its gradients, float64, no options, every score at once. It is the oracle: it shares
-no code with what it checks and reads masks only through `keep`."""
+"""The definition of attention and of its gradients, float64, no options, every score at once. It is the oracle: its
+arithmetic is its own, it reads masks only through `keep`, and takes from a problem just where rows sit and which pairs
+dropout keeps."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..problem import Inputs, Partial, Problem
-
-Matrix = np.ndarray
 
 
 def attention(problem: Problem, x: Inputs[np.ndarray]) -> Partial:
@@ -21,7 +20,7 @@ def attention(problem: Problem, x: Inputs[np.ndarray]) -> Partial:
     return Partial(o.transpose(0, 2, 1, 3), lse)
 
 
-def gradients(problem: Problem, x: Inputs[np.ndarray], do: Matrix, dlse: Matrix) -> Inputs[np.ndarray]:
+def gradients(problem: Problem, x: Inputs[np.ndarray], do: np.ndarray, dlse: np.ndarray) -> Inputs[np.ndarray]:
     """The gradients of Σ do∘o + Σ dlse∘lse by every input present. do "b n h e", dlse "b h n".
 
     ds = p∘(dp − delta + dlse) with dp = do·vᵀ (dropped where p was) and delta = Σ_j p∘dp, then back through the logit.
@@ -47,26 +46,26 @@ def gradients(problem: Problem, x: Inputs[np.ndarray], do: Matrix, dlse: Matrix)
     )
 
 
-def _heads(problem: Problem, x: Matrix) -> Matrix:
+def _heads(problem: Problem, x: np.ndarray) -> np.ndarray:
     """ "b rows heads d" → "b h rows d" in float64, each key head repeated for the query heads that read it."""
     x = np.asarray(x, np.float64).transpose(0, 2, 1, 3)
     return x if x.shape[1] == problem.h else np.repeat(x, problem.group, axis=1)
 
 
-def _groups(problem: Problem, x: Matrix) -> Matrix:
+def _groups(problem: Problem, x: np.ndarray) -> np.ndarray:
     """The inverse for gradients: "b h rows d" → "b rows g d", summed over each group."""
     b, _, rows, d = x.shape
     return x.reshape(b, problem.g, problem.group, rows, d).sum(2).transpose(0, 2, 1, 3)
 
 
-def distance(problem: Problem) -> Matrix:
+def distance(problem: Problem) -> np.ndarray:
     """|i − j| in positions, "b 1 n s"."""
     i = problem.layout.queries(slice(0, problem.b), slice(0, problem.n)).position
     j = problem.layout.keys(slice(0, problem.b), slice(0, problem.s)).position
     return np.abs(i[:, None, :, None] - j[:, None, None, :]).astype(np.float64)
 
 
-def _scores(problem: Problem, x: Inputs[np.ndarray]) -> tuple[Matrix, Matrix]:
+def _scores(problem: Problem, x: Inputs[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Logits "b h n s", -inf where hidden, and their derivative by what softcap was applied to."""
     z = problem.score.scale * (_heads(problem, x.q) @ _heads(problem, x.k).swapaxes(-1, -2))
     if x.bias is not None:
@@ -79,7 +78,7 @@ def _scores(problem: Problem, x: Inputs[np.ndarray]) -> tuple[Matrix, Matrix]:
     return np.where(problem.keep(), s, -np.inf), slope
 
 
-def _softmax(problem: Problem, x: Inputs[np.ndarray], s: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+def _softmax(problem: Problem, x: Inputs[np.ndarray], s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """p "b h n s", lse "b h n", and the sink's probability "b h n" (0 without one)."""
     sink = np.full(problem.h, -np.inf) if x.sink is None else np.asarray(x.sink, np.float64)
     sink = np.broadcast_to(sink[None, :, None], s.shape[:3])
@@ -92,7 +91,7 @@ def _softmax(problem: Problem, x: Inputs[np.ndarray], s: Matrix) -> tuple[Matrix
     return p, np.where(total == 0, -np.inf, top + np.log(safe)), extra / safe
 
 
-def dropout_factor(problem: Problem) -> Matrix:
+def dropout_factor(problem: Problem) -> np.ndarray:
     """What each probability is multiplied by: 0 where dropped, 1 / (1 − rate) where kept, "b h n s"."""
     if problem.dropout is None:
         return np.ones((1, 1, 1, 1))
@@ -103,7 +102,7 @@ def dropout_factor(problem: Problem) -> Matrix:
     return keep * problem.dropout.scale
 
 
-def _product(weights: Matrix, x: Matrix, keep: Matrix) -> Matrix:
+def _product(weights: np.ndarray, x: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """weights @ x over kept pairs only: where a hidden row of x holds NaN or inf it is not read."""
     if np.isfinite(x).all():
         return weights @ x
@@ -112,7 +111,7 @@ def _product(weights: Matrix, x: Matrix, keep: Matrix) -> Matrix:
         return np.where(pairs, weights[..., None] * x[..., None, :, :], 0).sum(-2)
 
 
-def _reduce(x: Matrix, shape: tuple[int, ...]) -> Matrix:
+def _reduce(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Sum over the axes along which an input of `shape` was broadcast."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(a for a, size in enumerate(shape) if size == 1 and x.shape[a] != 1), keepdims=True)

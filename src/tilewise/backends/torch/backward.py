@@ -4,13 +4,13 @@ up dk and dv on the way. Deterministic: each sum has one order."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...problem import Inputs, Partial, Problem
-from ...tiles import Visit, blocks, row_blocks
+from ...tiles import Visit, blocks, walk
 from .config import Config
 from .forward import pivot
 from .tile import Chunk, accumulator, weigh
@@ -34,15 +34,17 @@ def backward(
     """
     with torch.no_grad():
         wide = accumulator(problem)
-        out = Inputs(*(torch.zeros_like(a, memory_format=torch.contiguous_format) for a in (x.q, x.k, x.v)))
-        for name in {"bias", "alibi", "sink"} & set(needs):
-            setattr(out, name, torch.zeros(getattr(x, name).shape, dtype=wide, device=x.q.device))
+        out: Inputs[Tensor | None] = Inputs(None, None, None)
+        for name in needs:  # q, k and v leave a step finished; the others add up over steps
+            given = getattr(x, name)
+            dtype = given.dtype if name in ("q", "k", "v") else wide
+            setattr(out, name, torch.zeros(given.shape, dtype=dtype, device=x.q.device))
         clean = _Clean(*(bool(a.isfinite().all()) for a in (x.q, x.k, grads.o)))
         for b in blocks(problem.b, config.batch):
-            rows = list(row_blocks(problem, config.shape, b))
+            rows = list(walk(problem, config.shape, b))
             for g in blocks(problem.g, config.key_heads):
                 _chunk(Chunk(problem, x, b, g), rows, _Rows(saved, grads), clean, out)
-        return Inputs(**{name: a.to(getattr(x, name).dtype) for name, a in out.present()})
+        return replace(x, **{name: a.to(getattr(x, name).dtype) for name, a in out.present() if a is not None})
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class _Rows:
         return do, chunk.fold_rows(self.saved.lse, i), delta - chunk.fold_rows(self.grads.lse, i)
 
 
-def _chunk(chunk: Chunk, rows: list[tuple[slice, list[Visit]]], given: _Rows, clean: _Clean, out: Inputs[Tensor]) -> None:
+def _chunk(
+    chunk: Chunk, rows: list[tuple[slice, list[Visit]]], given: _Rows, clean: _Clean, out: Inputs[Tensor | None]
+) -> None:
     """The gradients of a chunk's heads, added into `out`."""
     wide, scale = accumulator(chunk.problem), chunk.problem.score.scale
     p, heads = chunk.problem, (chunk.b.stop - chunk.b.start, chunk.g.stop - chunk.g.start)
@@ -70,20 +74,26 @@ def _chunk(chunk: Chunk, rows: list[tuple[slice, list[Visit]]], given: _Rows, cl
         for visit in visits:
             k = chunk.keys(chunk.x.k, visit.j)
             w, ds, seen = _recompute(chunk, visit, q, k, row)
-            dq += weigh(ds, k, seen, clean.k)
             across = None if seen is None else seen.transpose(-1, -2)
-            dk[:, :, visit.j] += weigh(ds.transpose(-1, -2), q, across, clean.q)
-            dv[:, :, visit.j] += weigh(w.transpose(-1, -2), row[0], across, clean.do)
+            if out.q is not None:
+                dq += weigh(ds, k, seen, clean.k)
+            if out.k is not None:
+                dk[:, :, visit.j] += weigh(ds.transpose(-1, -2), q, across, clean.q)
+            if out.v is not None:
+                dv[:, :, visit.j] += weigh(w.transpose(-1, -2), row[0], across, clean.do)
             if out.bias is not None:
                 _add_bias(out.bias, chunk.split(ds).flatten(1, 2), (chunk.b, chunk.heads, visit.i, visit.j))
             if out.alibi is not None:
                 slopes = -(chunk.split(ds) * chunk.distance(visit)).sum((-1, -2)).flatten(1, 2)
                 _add_heads(out.alibi, slopes, chunk)
-        out.q[chunk.b, i, chunk.heads] = chunk.unfold(dq * scale).to(out.q.dtype)
+        if out.q is not None:
+            out.q[chunk.b, i, chunk.heads] = chunk.unfold(dq * scale).to(out.q.dtype)
         if out.sink is not None and chunk.x.sink is not None:
             _add_heads(out.sink, _dsink(chunk, i, row), chunk)
-    out.k[chunk.b, :, chunk.g] = (dk * scale).transpose(1, 2).to(out.k.dtype)
-    out.v[chunk.b, :, chunk.g] = dv.transpose(1, 2).to(out.v.dtype)
+    if out.k is not None:
+        out.k[chunk.b, :, chunk.g] = (dk * scale).transpose(1, 2).to(out.k.dtype)
+    if out.v is not None:
+        out.v[chunk.b, :, chunk.g] = dv.transpose(1, 2).to(out.v.dtype)
 
 
 def _recompute(

@@ -23,12 +23,16 @@ class Config:
     batch: int
     key_heads: int
     scores: int = 0
+    """Scores of one step, over all its heads."""
+    sums: int = 0
+    """Elements of dk and dv that a step's heads add up."""
     itemsize: int = 4
+    """Bytes of what accumulates."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory of one step's scores, in the dtype that accumulates."""
-        return self.scores * LIVE * self.itemsize
+        """Memory beside inputs, outputs and gradients in backward, which needs more than forward."""
+        return (self.scores * LIVE + self.sums) * self.itemsize
 
 
 def configure(problem: Problem) -> Config:
@@ -42,4 +46,6 @@ def configure(problem: Problem) -> Config:
     together = max(1, SCORES // scores)
     key_heads = min(problem.g, together)
     batch = max(1, min(problem.b, together // key_heads))
-    return Config(TileShape(block_m, block_n), batch, key_heads, scores * key_heads * batch, problem.lse_itemsize)
+    heads = batch * key_heads
+    sums = heads * problem.s * (problem.d + problem.e)
+    return Config(TileShape(block_m, block_n), batch, key_heads, scores * heads, sums, problem.lse_itemsize)

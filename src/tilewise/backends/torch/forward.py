@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Inputs, Partial, Problem
-from ...tiles import Visit, blocks, row_blocks
+from ...tiles import Visit, blocks, walk
 from .config import Config, configure
 from .tile import Chunk, accumulator, weigh
 
@@ -37,7 +37,7 @@ def differentiable(problem: Problem, x: Inputs[Tensor]) -> Partial:
 def fold(problem: Problem, x: Inputs[Tensor], config: Config, clean: bool) -> Partial:
     parts = []
     for b in blocks(problem.b, config.batch):
-        rows = list(row_blocks(problem, config.shape, b))
+        rows = list(walk(problem, config.shape, b))
         heads = [_rows(Chunk(problem, x, b, g, clean), rows) for g in blocks(problem.g, config.key_heads)]
         parts.append(Partial(_cat([h.o for h in heads], 2), _cat([h.lse for h in heads], 1)))
     if not parts:

@@ -1,4 +1,4 @@
-"""What an adversary found: wrong numbers that came silently, promises that did not hold, nonsense that was let in."""
+"""Inputs and uses at the edge of what is allowed: right, refused clearly, or harmless."""
 
 from __future__ import annotations
 
