@@ -1,6 +1,8 @@
 # One verb per task. `make demo` and `make test` set everything up on a machine with only Python and a network.
 PYTHON ?= python3
 VENV := .venv
+# more options for pip: another index, say
+PIP_ARGS ?=
 BIN := $(VENV)/bin
 # one thread a process: the tests run in two processes already
 TEST_ENV := OMP_NUM_THREADS=1
@@ -13,7 +15,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (torch and friends: a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: setup
