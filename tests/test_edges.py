@@ -18,7 +18,6 @@ from tilewise.problem import Inputs, Options
 from tilewise.testing import agree
 
 NAN = float("nan")
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp's own decompositions
 
 
 def draw(n=4, s=6, dtype=torch.float64, b=1, h=1):

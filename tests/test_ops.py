@@ -14,11 +14,6 @@ from tilewise.problem import Options
 from tilewise.request import Request
 from tilewise.testing import agree
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # torch.func.jvp's own decompositions
-    pytest.mark.filterwarnings("ignore:.*functorch.*:DeprecationWarning"),
-]
-
 
 def draw(b=2, n=3, s=5, h=4, g=2, d=2, e=3, dtype=torch.float64):
     shapes = {"q": (b, n, h, d), "k": (b, s, g, d), "v": (b, s, g, e), "bias": (h, 1, s), "alibi": (b, h), "sink": (h,)}

@@ -73,7 +73,9 @@ class Options:
             if number is not None:
                 check_number(name, number)
         pair = self.positions
-        if pair is not None and not (isinstance(pair, tuple) and [type(side) for side in pair] == [Positions, Positions]):
+        if pair is not None and not (
+            isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, Positions) for x in pair)
+        ):
             raise DtypeError(f"positions must be a pair of Positions, of q and of k, got {pair!r}")
         if self.ragged is not None and not isinstance(self.ragged, Ragged):
             got = type(self.ragged).__name__
