@@ -150,6 +150,19 @@ def far(b, h, i, j):
 
 
 CAPTURED = tw.Where(far)
+
+
+def test_compile_with_gradients_of_bias_alibi_and_sink():
+    torch._dynamo.reset()
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for n, s in LENGTHS:
+        inputs = draw(n=n, s=s)
+        (o, lse), right = compiled(*inputs), everything(*inputs)
+        assert torch.equal(o, right[0]) and torch.equal(lse, right[1])
+        found, expected = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, right[0]))
+        assert all(agree(a, b) for a, b in zip(found, expected, strict=True))
+
+
 CALLS = {
     "causal": lambda q, k, v: tw.attention(q, k, v, mask=tw.Causal()),
     "window": lambda q, k, v: tw.attention(q, k, v, mask=tw.Causal() & tw.Window(left=3), softcap=4.0, scale=0.3),
