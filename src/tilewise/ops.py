@@ -15,6 +15,11 @@ from .problem import NAMES, Inputs, Partial, Problem
 from .request import Request, Wire, on_host
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse for inputs of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @torch.library.custom_op("tilewise::attention", mutates_args=())
 def attention(
     q: Tensor,
@@ -41,7 +46,7 @@ def attention(
 def _(q, k, v, extras, arrays, ints, floats, text):
     request = Request.decode(Wire(arrays, ints, floats, text))
     problem = Problem.describe(request.inputs(q, k, v, extras), request.options)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = lse_dtype(q.dtype)
     return q.new_empty(problem.b, problem.n, problem.h, problem.e), q.new_empty(problem.b, problem.h, problem.n, dtype=wide)
 
 

@@ -3,8 +3,9 @@ that it is made of; above it, only what must be known before a description can b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class Inputs(Generic[A]):
         """The name and array of each input that was given."""
         named = [(name, getattr(self, name)) for name in NAMES]
         return [(name, x) for name, x in named if x is not None]
+
+    def map(self, change: Callable[[A], Any]) -> Inputs[Any]:
+        """`change` of each input that was given, under the same names."""
+        return Inputs(**{name: change(x) for name, x in self.present()})
 
 
 class Partial(NamedTuple):

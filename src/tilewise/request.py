@@ -3,7 +3,7 @@ symbolic under torch.compile, so lengths never end up in the text and a new leng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class Request:
 
     def tabulated(self, x: Inputs[Tensor]) -> Request:
         """This request with point tests as boolean tables: a graph can hold a tensor but no Python function. n·s bytes."""
-        mask = _tabulate(self.options.mask, x, self.options)
+        mask = _with_tests(self.options.mask, lambda where: _tabulate(where, x, self.options))
         return replace(self, options=replace(self.options, mask=mask))
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor]) -> Inputs[Tensor]:
@@ -100,7 +100,8 @@ class Request:
     def problem(self, x: Inputs[Tensor]) -> Problem:
         """The problem, with the seed read from its tensor. Looks at values, so it needs real tensors."""
         dropout = None if self.seed is None else Dropout(self.rate, int(on_host(self.seed)))
-        problem = Problem.describe(x, replace(self.options, mask=_on_device(self.options.mask, x.q), dropout=dropout))
+        mask = _with_tests(self.options.mask, lambda where: _on_device(where, x.q))
+        problem = Problem.describe(x, replace(self.options, mask=mask, dropout=dropout))
         problem.check_values()
         return problem
 
@@ -151,12 +152,15 @@ def _decode_positions(word: str, ints: Iterator[int], arrays: Iterator[Tensor]) 
     return Positions(count, next(ints) if word.endswith(":start") else next(arrays), step)
 
 
-def _tabulate(mask: Mask | None, x: Inputs[Tensor], options: Options) -> Mask | None:
-    """`mask` with each function of positions asked once for all pairs, in operations that torch.compile traces."""
+def _with_tests(mask: Mask | None, change: Callable[[Where], Mask]) -> Mask | None:
+    """`mask` with `change` made to each of its point tests that is a function."""
     if isinstance(mask, Both):
-        return Both(tuple([_tabulate(part, x, options) or part for part in mask.parts]))
-    if not isinstance(mask, Where) or not callable(mask.test):
-        return mask
+        return Both(tuple([_with_tests(part, change) or part for part in mask.parts]))
+    return change(mask) if isinstance(mask, Where) and callable(mask.test) else mask
+
+
+def _tabulate(where: Where, x: Inputs[Tensor], options: Options) -> Where:
+    """A function of positions asked once for all pairs, in operations that torch.compile traces."""
     if options.ragged is not None or options.positions is not None:
         raise OptionError("Where(function) with packed sequences or positions= cannot be compiled; pass a table")
     (b, n, h, _), s, device = x.q.shape, x.k.shape[1], x.q.device
@@ -164,20 +168,15 @@ def _tabulate(mask: Mask | None, x: Inputs[Tensor], options: Options) -> Mask | 
     true = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     axes = (torch.arange(size, device=device) for size in (b, h, n, s))
     b_, h_, i, j = (a.view([-1 if axis == at else 1 for axis in range(4)]) for at, a in enumerate(axes))
-    return Where(true & torch.as_tensor(mask.test(b_, h_, i + start, j), device=device).bool())
+    return Where(true & torch.as_tensor(where.test(b_, h_, i + start, j), device=device).bool())
 
 
-def _on_device(mask: Mask | None, like: Tensor) -> Mask | None:
-    """The mask with its point tests asked in torch on the device of `like`, as their author expects, and answered in NumPy,
-    as the tile question wants."""
-    if isinstance(mask, Both):
-        return Both(tuple(_on_device(part, like) or part for part in mask.parts))
-    if not isinstance(mask, Where) or not callable(mask.test):
-        return mask
-    test = mask.test
+def _on_device(where: Where, like: Tensor) -> Where:
+    """A function of positions asked in torch on the device of `like`, as its author expects, and answered in NumPy, as the
+    tile question wants."""
 
     def ask(*positions: Array) -> Array:
-        keep = test(*(torch.as_tensor(p).to(like.device) for p in positions))
+        keep = where.test(*(torch.as_tensor(p).to(like.device) for p in positions))
         return on_host(keep.bool()) if isinstance(keep, Tensor) else keep
 
-    return replace(mask, test=ask)
+    return replace(where, test=ask)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import api
 from .cases import CASES, Case
+from .ops import lse_dtype
 from .problem import DTYPES, Inputs, Options, Partial, Problem
 from .reference import plain
 
@@ -70,8 +71,7 @@ def conformance(
 def check(case: Case, dtype: str = "float32", backend: str | None = None, device: str = "cpu") -> list[Result]:
     """One case on one backend, through the public functions."""
     x, (do, dlse) = tensors(case.inputs(), dtype, device), case.upstream()
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    grads = Partial(torch.from_numpy(do).to(device, getattr(torch, dtype)), torch.from_numpy(dlse).to(device, wide))
+    grads = Partial(torch.from_numpy(do).to(x.q), torch.from_numpy(dlse).to(device, lse_dtype(x.q.dtype)))
     try:
         mine = ask(case, x, grads, backend)
     except Exception as error:
@@ -84,9 +84,8 @@ def assert_right(x: Inputs[Tensor], options: Options, backend: str | None = None
     if grads is None:
         rng = torch.Generator().manual_seed(0)
         (b, n, h, _), e = x.q.shape, x.v.shape[3]
-        wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         do, dlse = torch.randn(b, n, h, e, generator=rng), torch.randn(b, h, n, generator=rng)
-        grads = Partial(do.to(x.q.device, x.q.dtype), dlse.to(x.q.device, wide))
+        grads = Partial(do.to(x.q.device, x.q.dtype), dlse.to(x.q.device, lse_dtype(x.q.dtype)))
     case = Case("given", options=options)
     failed = [result for result in judge(case, x, grads, ask(case, x, grads, backend)) if not result.ok]
     if failed:
@@ -95,7 +94,7 @@ def assert_right(x: Inputs[Tensor], options: Options, backend: str | None = None
 
 def judge(case: Case, x: Inputs[Tensor], grads: Partial, mine: Answer) -> list[Result]:
     """Hold an answer to the budget: against the definition in float64, and against the eager computation's own error."""
-    exact = Inputs(**{name: _float64(t) for name, t in x.present()})
+    exact = x.map(_float64)
     problem = Problem.describe(exact, case.options)
     do, dlse = _float64(grads.o), _float64(grads.lse)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -126,10 +125,10 @@ def compare(label: tuple[str, str, str], mine: np.ndarray, right: np.ndarray, ro
 
 def ask(case: Case, x: Inputs[Tensor], grads: Partial, backend: str | None) -> Answer:
     """What a backend answers to a case, by the public functions and autograd."""
-    leaves = Inputs(**{name: t.detach().requires_grad_() for name, t in x.present()})
+    leaves = x.map(lambda t: t.detach().requires_grad_())
     o, lse = call(case, leaves, backend)
     found = torch.autograd.grad((o, lse), [t for _, t in leaves.present()], (grads.o, grads.lse))
-    return Answer.of(Partial(o, lse), Inputs(**dict(zip([n for n, _ in leaves.present()], found, strict=True))))
+    return Answer.of(Partial(o, lse), _named(leaves, found))
 
 
 def call(case: Case, x: Inputs[Tensor], backend: str | None = None) -> Partial:
@@ -151,12 +150,12 @@ def agree(a: Tensor, b: Tensor) -> bool:
 
 def tensors(x: Inputs[np.ndarray], dtype: str, device: str) -> Inputs[Tensor]:
     """The arrays rounded to `dtype` on `device`."""
-    return Inputs(**{name: torch.from_numpy(np.array(a)).to(device, getattr(torch, dtype)) for name, a in x.present()})
+    return x.map(lambda a: torch.from_numpy(np.array(a)).to(device, getattr(torch, dtype)))
 
 
 def eager(problem: Problem, x: Inputs[Tensor], grads: Partial) -> Answer:
     """The same attention as one would write it in torch: every score at once, in the input dtype, gradients by autograd."""
-    leaves = Inputs(**{name: t.detach().requires_grad_() for name, t in x.present()})
+    leaves = x.map(lambda t: t.detach().requires_grad_())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         o, lse, *_ = _dense(problem, leaves)
@@ -164,7 +163,7 @@ def eager(problem: Problem, x: Inputs[Tensor], grads: Partial) -> Answer:
         usable = torch.where(lse.isinf(), 0, lse)
         found = torch.autograd.grad((o, usable), seen, (grads.o.to(o.dtype), grads.lse.to(lse.dtype)), allow_unused=True)
     filled = [torch.zeros_like(t) if f is None else f for t, f in zip(seen, found, strict=True)]
-    return Answer.of(Partial(o, lse), Inputs(**dict(zip([n for n, _ in leaves.present()], filled, strict=True))))
+    return Answer.of(Partial(o, lse), _named(leaves, filled))
 
 
 def roundings(problem: Problem, x: Inputs[np.ndarray], grads: Partial, eps: tuple[float, float]) -> dict[str, float]:
@@ -174,7 +173,7 @@ def roundings(problem: Problem, x: Inputs[np.ndarray], grads: Partial, eps: tupl
     `eps` is that of the inputs and that of lse. Gradients recompute p = exp(s − lse), and s and lse were rounded once, which
     moves p by eps·|lse| of itself.
     """
-    t = Inputs(**{name: torch.from_numpy(np.array(a)) for name, a in x.present()})
+    t = tensors(x, "float64", "cpu")
     o, lse, p, dropped = _dense(problem, t)
     q, k, v, do = (_spread(problem, a) for a in (t.q, t.k, t.v, torch.from_numpy(np.array(grads.o))))
     size = torch.where(lse.isinf(), 0, lse.abs())
@@ -221,6 +220,11 @@ def _dense(problem: Problem, x: Inputs[Tensor]) -> tuple[Tensor, Tensor, Tensor,
     lse = torch.where(hidden, -torch.inf, torch.logsumexp(torch.where(hidden, 0, s), -1, keepdim=True))[..., 0]
     dropped = torch.from_numpy(np.array(plain.dropout_factor(problem))).to(device, x.q.dtype)
     return (p * dropped @ _spread(problem, x.v)).transpose(1, 2), lse, p, dropped
+
+
+def _named(leaves: Inputs[Tensor], grads: Sequence[Tensor]) -> Inputs[Tensor]:
+    """Gradients in the order of the inputs present, under their names."""
+    return Inputs(**dict(zip([name for name, _ in leaves.present()], grads, strict=True)))
 
 
 def _distance(problem: Problem) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..mask import Causal, Documents, Full, Mask, Window
+from ..ops import lse_dtype
 from ..problem import Inputs, Options, Problem
 from ..tiles import visible_pairs
 
@@ -68,7 +69,7 @@ def upstream(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     do = torch.randn(case.b, case.n, case.h, case.e, generator=generator, device=device)
     dlse = torch.randn(case.b, case.h, case.n, generator=generator, device=device)
     dtype = getattr(torch, case.dtype)
-    return do.to(dtype), dlse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return do.to(dtype), dlse.to(lse_dtype(dtype))
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _of_sequence(value: Array, b: Array) -> Array:
 
 
 def _check_not_negative(name: str, value: Array) -> None:
-    found = np.asarray(value if is_number(value) else host(value))
+    found = host(value)
     if found.size and found.min() < 0:
         raise OptionError(f"{name} cannot be negative, got {found.min()}")
 
