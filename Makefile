@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # one thread a process: the tests run in two processes already
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint check bench clean
+.PHONY: setup demo test lint check bench gpu clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -34,6 +34,10 @@ check: setup
 
 bench: setup
 	$(BIN)/tilewise bench --device cpu
+
+# on a machine with a GPU: every feature, dtype and head size on the device, and what it found as JSON
+gpu: setup
+	$(TEST_ENV) $(BIN)/python -m pytest tests/gpu -p no:cacheprovider -n 8 --json benchmarks/results/gpu-suite.json
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ from tilewise.problem import Inputs, Partial
 BY_NAME = {case.name: case for case in CASES}
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's own, where the interpreter multiplies infinities
 @pytest.mark.parametrize("backend", backends.ORDER)
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -19,6 +19,7 @@ LEVELS = {
     4: {"backends"},
     5: {"request", "ops"},
     6: {"api"},
+    7: {"warm"},
     8: {"compat", "explain", "bench", "testing", "demo", "cli", "__main__"},
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
@@ -27,9 +28,10 @@ THIRD_PARTY = {
     1: {"numpy"},
     2: {"numpy"},
     3: {"numpy"},
-    4: {"numpy", "torch"},
+    4: {"numpy", "torch", "triton"},
     5: {"numpy", "torch"},
     6: {"numpy", "torch"},
+    7: {"numpy", "torch"},
     8: {"numpy", "torch", "typer", "rich", "click", "matplotlib", "transformers"},
 }
 ENTRANCES = {"__init__"}  # re-exports what users call

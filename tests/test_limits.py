@@ -1,4 +1,5 @@
-"""What keeps the code readable: sizes of files, functions and parameter lists."""
+"""What keeps the code readable: sizes of files, functions and parameter lists. Kernels, and the pieces that they are made of,
+take all that they need as parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
 PUBLIC = {"attention", "attention_with_lse", "attention_varlen", "plan"}  # the entry points of api.py
-LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 8
+LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS = 400, 60, 150, 8
 
 
 def too_large(name: str, text: str) -> list[str]:
@@ -20,13 +21,14 @@ def too_large(name: str, text: str) -> list[str]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or 0) - node.lineno + 1
-        if length > FUNCTION_LINES:
+        on_device = any(ast.unparse(d) in ("kernel", "triton.jit") for d in node.decorator_list)
+        if length > (KERNEL_LINES if on_device else FUNCTION_LINES):
             problems.append(f"{name}: {node.name} has {length} lines")
         a = node.args
         count = len([x for x in (*a.posonlyargs, *a.args, *a.kwonlyargs) if x.arg not in ("self", "cls")])
         is_command = "typer." in ast.unparse(node.args)
-        is_entrance = (name.endswith("api.py") and node.name in PUBLIC) or (name.endswith("compat/transformers.py"))
-        if count > PARAMETERS and not is_command and not is_entrance:
+        is_entrance = (name.endswith("api.py") and node.name in PUBLIC) or "/compat/" in name  # others' signatures
+        if count > PARAMETERS and not is_command and not is_entrance and not on_device:
             problems.append(f"{name}: {node.name} takes {count} parameters")
     return problems
 

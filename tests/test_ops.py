@@ -128,7 +128,7 @@ def test_batched_gradients():
     batched = torch.func.vmap(lambda d: torch.autograd.grad(o, q, d, retain_graph=True)[0])(directions)
     apart = [torch.autograd.grad(o, q, d, retain_graph=True)[0] for d in directions]
     assert torch.equal(batched, torch.stack(apart))
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for tilewise::attention_backward"):
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
         torch.autograd.grad(o, q, directions, is_grads_batched=True)  # torch's older vmap asks for no rule
 
 

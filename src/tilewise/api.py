@@ -100,8 +100,9 @@ def attention_with_lse(
     torch.Size([1, 2, 6])
     """
     x = _unpacked(Inputs(q, k, v, bias, alibi, sink), ragged)
-    options = Options(mask, None, softcap, None, positions, ragged, deterministic)
-    partial = compute(x, options, scale, (dropout, seed), backend)
+    learned = scale if isinstance(scale, Tensor) else None
+    options = Options(mask, None if learned is not None else scale, softcap, None, positions, ragged, deterministic)
+    partial = compute(x, options, learned, (dropout, seed), backend)
     return partial if ragged is None else Partial(partial.o[0], partial.lse[0])
 
 
@@ -211,13 +212,14 @@ def plan(
 
     >>> from tilewise import Causal
     >>> x = torch.randn(1, 1024, 8, 64)
-    >>> print(plan(x, x, x, mask=Causal()))
+    >>> print(plan(x, x, x, mask=Causal()))  # doctest: +ELLIPSIS
     backend   torch on cpu, float32
     problem   b=1 n=1024 s=1024 h=8 g=8 d=64 e=64, mask INTERVAL
     tiles     256 × 256: visits 80 of 128 (48 FULL, 32 PARTIAL, 48 EMPTY)
     forward   1.342 GFLOP, 14.71 MB (storing the scores: 142.61 MB)
     backward  4.698 GFLOP, 40.11 MB (storing the scores: 251.66 MB)
     workspace 16.0 MiB beside inputs, outputs and gradients
+    refused   triton: ...
     """
     x = _unpacked(Inputs(q, k, v, bias, alibi, sink), ragged)
     if isinstance(scale, Tensor):
@@ -234,8 +236,8 @@ def compute(
     dropout: tuple[float, int | Tensor | None] = (0.0, None),
     backend: str | None = None,
 ) -> Partial:
-    """One call as values, for layers that already hold them; `dropout` is (rate, seed). Autocast and a tensor scale are
-    applied here, all else is the request's."""
+    """One call as values, for layers that already hold them; `scale` takes the place of the options', `dropout` is (rate,
+    seed). Autocast and a tensor scale are applied here, all else is the request's."""
     kind = x.q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -243,7 +245,8 @@ def compute(
         x = replace(x, q=q, k=k, v=v)
     if isinstance(scale, Tensor):
         x, scale = replace(x, q=_scaled(x.q, scale)), 1.0
-    return run(x, _request(x, replace(options, scale=scale), dropout, backend))
+    options = options if scale is None else replace(options, scale=scale)
+    return run(x, _request(x, options, dropout, backend))
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """What descriptions do with the numbers and arrays they are given: keep them as they come, check that they are integers,
-bring them to the host when asked, and compare by what they hold."""
+answer in the library and on the device of whoever asks, and compare by what they hold."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +14,52 @@ from ._typing import Array
 
 FOREVER = 1 << 60
 """Further than any position: a limit that is none."""
+
+HOST = np.zeros(0, np.int64)
+"""What an answer in NumPy on the host is `like`."""
+
+
+def library(x: Array) -> Any:
+    """The module whose functions take `x`: torch for a tensor, NumPy for everything else.
+
+    The two share most names, so descriptions are written once. What they spell apart is below.
+    """
+    return sys.modules["torch"] if hasattr(x, "detach") else np
+
+
+def placed(x: Array, like: Array) -> Array:
+    """`x` in the library and on the device of `like`. Only the way to the host waits for a device. The way from it does not:
+    pageable memory is read before the call returns, and pinned memory, which its owner may change any time, is copied first."""
+    if library(like) is np:
+        return host(x)
+    if library(x) is np:
+        x = library(like).as_tensor(np.array(x), device="cpu")
+    on_host = x.device.type == "cpu"
+    x = x.clone() if on_host and x.is_pinned() else x
+    return x.to(like.device, non_blocking=on_host)
+
+
+def indices(part: slice, size: int, like: Array = HOST) -> Array:
+    """The indices that `part` takes of `size` rows, int64."""
+    xp = library(like)
+    return np.arange(*part.indices(size), dtype=np.int64) if xp is np else xp.arange(*part.indices(size), device=like.device)
+
+
+def search(rows: Array, x: Array) -> Array:
+    """The index of the first of `rows` "b count", which increase, at or after each x "b n"; either b may be 1."""
+    xp, shared = library(x), len(rows) == 1
+    rows, x = (rows[0], x) if shared else (rows, xp.broadcast_to(x, (len(rows), x.shape[1])))
+    if xp is not np:
+        return xp.searchsorted(rows.contiguous(), x.contiguous())
+    if shared:
+        return np.searchsorted(rows, x)
+    found = [np.searchsorted(row, of_row) for row, of_row in zip(rows, x, strict=True)]
+    return np.array(found, dtype=np.int64).reshape(x.shape)
+
+
+def running_maximum(x: Array) -> Array:
+    """The largest entry of each row "b n" up to each place."""
+    return np.maximum.accumulate(x, axis=1) if library(x) is np else x.cummax(1).values
 
 
 def host(x: Array) -> np.ndarray:
@@ -67,11 +114,13 @@ def bounded(name: str, value: Array) -> Array:
     return value
 
 
-def wide(x: Array) -> np.ndarray:
-    """Integers on the host as int64 within ±2⁶⁰: unsigned ones must not wrap, nor sums overflow."""
-    x = host(x)
-    x = np.minimum(x, np.uint64(FOREVER)) if x.dtype == np.uint64 else x
-    return np.clip(x.astype(np.int64), -FOREVER, FOREVER)
+def wide(x: Array, like: Array = HOST) -> Array:
+    """Integers as int64 within ±2⁶⁰, where `like` is: unsigned ones must not wrap, nor sums overflow."""
+    xp, x = library(like), placed(x, like)
+    if x.dtype == xp.uint64:
+        x = x.view(xp.int64)
+        x = xp.where(x < 0, FOREVER, x)  # from 2⁶³ on, the bits are those of a negative number
+    return xp.clip(x.astype(np.int64) if xp is np else x.long(), -FOREVER, FOREVER)
 
 
 class Value:

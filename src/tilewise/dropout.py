@@ -7,6 +7,7 @@ sequence and h the query head, so a kernel or a ring shard that knows its positi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,8 @@ class Dropout:
     """
 
     rate: float
-    seed: int
+    seed: Any
+    """64 bits: a number, or a tensor of one element that a device holds."""
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
@@ -55,7 +57,8 @@ class Dropout:
     @property
     def key(self) -> tuple[int, int]:
         """The seed's low and high 32 bits."""
-        return self.seed & WORD, (self.seed >> 32) & WORD
+        seed = int(self.seed)
+        return seed & WORD, (seed >> 32) & WORD
 
     @property
     def threshold(self) -> int:

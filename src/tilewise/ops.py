@@ -1,18 +1,23 @@
 """The torch contract: operators with schemas, shapes without values, and derivatives of any order. Whatever runs is chosen
-when an operator executes, so this file imports no backend."""
+when an operator executes, so this file imports no backend. An ordinary eager call takes a shorter way to the same launch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from ._errors import OptionError
 from .problem import NAMES, Inputs, Partial, Problem
-from .request import Request, Wire, on_host
+from .request import Request, Wire, drops, extras_of, on_host
+
+Plan = Any
+"""A `backends.plan.Plan`, which this file passes on and never looks into but for its problem."""
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,14 +37,9 @@ def attention(
     text: str,
 ) -> tuple[Tensor, Tensor]:
     """o "b n h e" and lse "b h n". `extras` are bias, alibi and sink where given; the rest is a `request.Wire`."""
-    from . import backends
-
-    request = Request.decode(Wire(list(arrays), list(ints), list(floats), text))
-    x = request.inputs(q, k, v, list(extras))
-    plan = backends.make_plan(request.problem(x), request.backend)
-    with torch.autocast(q.device.type, enabled=False):
-        o, lse = backends.forward(plan, x)
-    return o, lse
+    wire = Wire(list(arrays), list(ints), list(floats), text)
+    x = Inputs(q, k, v, **dict(zip(extras_of(text), extras, strict=True)))
+    return tuple(launch(plan_of(x, wire), x))
 
 
 @attention.register_fake
@@ -62,14 +62,11 @@ def attention_backward(
 ) -> list[Tensor]:
     """The gradients that `needs` asks for, of q, k, v and the extras in that order. grads: do, dlse; saved: o, lse, q, k, v,
     extras."""
-    from . import backends
-
-    request = Request.decode(Wire(list(arrays), list(ints), list(floats), text))
+    wire = Wire(list(arrays), list(ints), list(floats), text)
     o, lse, q, k, v, *extras = saved
-    x, wanted = request.inputs(q, k, v, extras), _wanted(request, needs)
-    plan = backends.make_plan(request.problem(x), request.backend)
-    with torch.autocast(q.device.type, enabled=False):
-        out = backends.backward(plan, x, Partial(o, lse), Partial(*grads), wanted)
+    x = Inputs(q, k, v, **dict(zip(extras_of(text), extras, strict=True)))
+    wanted = _wanted(extras_of(text), needs)
+    out = launch_backward(plan_of(x, wire), x, Partial(o, lse), Partial(*grads), wanted)
     return [getattr(out, name) for name in wanted]
 
 
@@ -79,17 +76,117 @@ def _(grads, saved, arrays, ints, floats, text, needs):
 
 
 def run(x: Inputs[Tensor], request: Request) -> Partial:
-    """o and lse of a call: the operator, or inside torch.func transforms and forward-mode differentiation the same fold in
-    ordinary operations, which every transform can look into."""
+    """o and lse of a call: launched at once where nothing but autograd looks on, and as the operator where something does;
+    inside torch.func transforms and forward-mode differentiation the same fold in ordinary operations, which every transform
+    can look into."""
     compiling = torch.compiler.is_compiling()
     if compiling and forward_ad._current_level >= 0:
         raise OptionError(
             "forward-mode differentiation inside torch.compile is not supported: differentiate the compiled function"
         )
     wire = (request.tabulated(x) if compiling else request).encode()
-    if not compiling and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
-        return _differentiable(x, wire)
+    if not compiling:
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            return _differentiable(x, wire)
+        if _plain(x):
+            return eager(x, wire)
     return Partial(*attention(x.q, x.k, x.v, [getattr(x, name) for name in request.extras], *wire))
+
+
+def _plain(x: Inputs[Tensor]) -> bool:
+    """Whether these are tensors as such, and no mode or tracer wants to see operators."""
+    return all(type(t) in (Tensor, Parameter) for _, t in x.present()) and not _watched()
+
+
+def _watched() -> bool:
+    """Whether a transform, a mode or a tracer wants to see operators."""
+    c = torch._C
+    return c._are_functorch_transforms_active() or c._len_torch_dispatch_stack() > 0 or c._get_tracing_state() is not None
+
+
+_plans: dict[Any, Plan] = {}
+"""Plans of calls without arrays, by everything that they depend on."""
+
+MOST_PLANS = 4096
+
+
+def plan_of(x: Inputs[Tensor], wire: Wire) -> Plan:
+    """How a call runs. Of what a caller may repeat, shapes and options, a plan is made once; one with arrays anew each time,
+    for what these hold may have changed. A seed changes no plan, only its problem."""
+    from . import backends
+
+    seeds = 1 if drops(wire.text) else 0
+    if len(wire.arrays) > seeds:
+        request = Request.decode(wire)
+        return backends.make_plan(request.problem(x), request.backend)
+    shapes = [None if t is None else (t.shape, t.dtype) for t in (x.q, x.k, x.v, x.bias, x.alibi, x.sink)]
+    key = (wire.text, *wire.ints, *wire.floats, x.q.device, *shapes)
+    plan = _plans.get(key)
+    if plan is None or seeds:
+        request = Request.decode(wire)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = backends.make_plan(request.problem(x), request.backend)
+    if seeds:
+        return replace(plan, problem=replace(plan.problem, dropout=request.dropout()))
+    return plan
+
+
+def launch(plan: Plan, x: Inputs[Tensor]) -> Partial:
+    """Run a plan."""
+    from . import backends
+
+    if not torch.is_autocast_enabled(x.q.device.type):
+        return backends.forward(plan, x)
+    with torch.autocast(x.q.device.type, enabled=False):
+        return backends.forward(plan, x)
+
+
+def launch_backward(plan: Plan, x: Inputs[Tensor], saved: Partial, grads: Partial, needs: Sequence[str]) -> Inputs[Tensor]:
+    """Run a plan's backward pass."""
+    from . import backends
+
+    with torch.autocast(x.q.device.type, enabled=False):
+        return backends.backward(plan, x, saved, grads, needs)
+
+
+def eager(x: Inputs[Tensor], wire: Wire) -> Partial:
+    """A call that only autograd looks at."""
+    plan = plan_of(x, wire)
+    if torch.is_grad_enabled() and any(t.requires_grad for _, t in x.present()):
+        return Partial(*_Eager.apply(plan, wire, x.q, x.k, x.v, x.bias, x.alibi, x.sink))  # type: ignore[misc]
+    return launch(plan, x)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator's derivative without its machinery; derivatives of the derivative go through the operator's own."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, wire: Wire, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, lse = launch(plan, Inputs(*tensors))  # type: ignore[arg-type]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(o, lse, *tensors, *wire.arrays)
+        ctx.plan, ctx.wire = plan, wire
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        o, lse, *tensors = ctx.saved_tensors[: 2 + len(NAMES)]
+        do = torch.zeros_like(o) if do is None else do
+        present = [name for name, t in zip(NAMES, tensors, strict=True) if t is not None]
+        needs = [need for need, t in zip(ctx.needs_input_grad[2:], tensors, strict=True) if t is not None]
+        if torch.is_grad_enabled() or _watched():
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
+            given = [t for t in tensors if t is not None]
+            found = iter(attention_backward([do, dlse], [o, lse, *given], *ctx.wire, needs))
+        else:
+            wanted = [name for name, need in zip(present, needs, strict=True) if need]
+            x = Inputs(*tensors)
+            out = launch_backward(ctx.plan, x, Partial(o, lse), Partial(do, dlse), wanted)  # type: ignore[arg-type]
+            found = iter([getattr(out, name) for name in wanted])
+        asked = [t is not None and need for t, need in zip(tensors, ctx.needs_input_grad[2:], strict=True)]
+        return None, None, *[next(found) if need else None for need in asked]
 
 
 def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
@@ -102,8 +199,8 @@ def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
         return backends.differentiable(plan, x, named=request.backend is not None)
 
 
-def _wanted(request: Request, needs: Sequence[bool]) -> list[str]:
-    return [name for name, need in zip((*NAMES[:3], *request.extras), needs, strict=True) if need]
+def _wanted(extras: Sequence[str], needs: Sequence[bool]) -> list[str]:
+    return [name for name, need in zip((*NAMES[:3], *extras), needs, strict=True) if need]
 
 
 def _nothing(arguments: Sequence[Any]) -> list[Any]:

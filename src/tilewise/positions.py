@@ -10,14 +10,14 @@ import numpy as np
 
 from ._errors import OptionError, ShapeError
 from ._typing import Array
-from .arrays import Value, bounded, integers, is_number, wide
+from .arrays import HOST, Value, bounded, indices, integers, is_number, library, search, wide
 
 
 class Rows(NamedTuple):
     """Rows of one side: which sequence each belongs to and where in it. Both int64, broadcastable to "b rows"."""
 
-    sequence: np.ndarray
-    position: np.ndarray
+    sequence: Array
+    position: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,8 @@ class Positions(Value):
         if not is_number(bounded("positions: count", self.count)) or self.count < 0:
             raise OptionError(f"positions: count cannot be negative, got {self.count}")
         object.__setattr__(self, "start", bounded("positions: start", self.start))
+        if not is_number(self.start) and len(self.start.shape) != 1:
+            raise ShapeError(f"positions: start must be one number or 'b', got {tuple(self.start.shape)}")
         if not is_number(bounded("positions: step", self.step)) or self.step < 1:
             raise OptionError(f"positions: step must be at least 1, got {self.step}")
         if self.rows is None:
@@ -59,12 +61,15 @@ class Positions(Value):
             raise ShapeError(f"positions: rows must be 'count' or 'b count', got the number {rows}")
         return cls(rows.shape[-1], rows=rows)
 
-    def array(self) -> np.ndarray:
+    def array(self, like: Array = HOST) -> Array:
         """All positions, int64 "b count" with b = 1 where every batch entry agrees."""
         if self.rows is not None:
-            return np.atleast_2d(wide(self.rows))
-        start = np.atleast_1d(wide(self.start))
-        return start[:, None] + self.step * np.arange(self.count, dtype=np.int64)
+            return library(like).atleast_2d(wide(self.rows, like))
+        return self._starts(like) + self.step * indices(slice(None), self.count, like)[None]
+
+    def _starts(self, like: Array) -> Array:
+        """Where the first row sits: one number, or "b 1"."""
+        return self.start if is_number(self.start) else wide(self.start, like)[:, None]
 
     def cut(self, part: slice) -> Positions:
         """The positions of rows `part.start` to `part.stop`."""
@@ -72,19 +77,14 @@ class Positions(Value):
         count = max(past - first, 0)
         if self.rows is not None:
             return replace(self, count=count, rows=self.rows[..., part])
-        start = self.start if is_number(self.start) else wide(self.start)
+        start = self.start if is_number(self.start) else wide(self.start, self.start)
         return replace(self, count=count, start=start + self.step * first)
 
-    def find(self, position: np.ndarray) -> np.ndarray:
+    def find(self, position: Array) -> Array:
         """Index of the first row at or after `position` ("b rows"), between 0 and count."""
-        if self.rows is None:
-            start = np.atleast_1d(wide(self.start))[:, None]
-            return np.clip(-((start - position) // self.step), 0, self.count)
-        rows = self.array()
-        batch = max(len(rows), len(position))
-        position = np.broadcast_to(position, (batch, position.shape[1]))
-        found = [np.searchsorted(rows[b % len(rows)], position[b]) for b in range(batch)]
-        return np.array(found, dtype=np.int64).reshape(position.shape)
+        if self.rows is not None:
+            return search(self.array(position), position)
+        return library(position).clip(-((self._starts(position) - position) // self.step), 0, self.count)
 
     def check_values(self, side: str) -> None:
         """Raise unless rows given one by one strictly increase, which `find` relies on."""
@@ -93,13 +93,14 @@ class Positions(Value):
 
 
 class Layout(Protocol):
-    """How rows and columns of the score matrix map to sequences and positions. Two exist: `Dense` and `Packed`."""
+    """How rows and columns of the score matrix map to sequences and positions. Two exist: `Dense` and `Packed`. Answers are in
+    the library and on the device of `like`, or of `bounds`."""
 
-    def queries(self, b: slice, i: slice) -> Rows: ...
+    def queries(self, b: slice, i: slice, like: Array = HOST) -> Rows: ...
 
-    def keys(self, b: slice, j: slice) -> Rows: ...
+    def keys(self, b: slice, j: slice, like: Array = HOST) -> Rows: ...
 
-    def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self, b: slice, i: slice, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         """Key positions [lo, hi) of each query row as key indices [first, past)."""
         ...
 
@@ -120,25 +121,24 @@ class Dense:
             return None
         return self.q.start, self.kv.start
 
-    def queries(self, b: slice, i: slice) -> Rows:
-        return self._rows(self.q, b, i)
+    def queries(self, b: slice, i: slice, like: Array = HOST) -> Rows:
+        return self._rows(self.q, b, i, like)
 
-    def keys(self, b: slice, j: slice) -> Rows:
-        return self._rows(self.kv, b, j)
+    def keys(self, b: slice, j: slice, like: Array = HOST) -> Rows:
+        return self._rows(self.kv, b, j, like)
 
-    def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self, b: slice, i: slice, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         kv = _batch(self.kv, b)
         return kv.find(bounds[0]), kv.find(bounds[1])
 
-    def _rows(self, side: Positions, b: slice, part: slice) -> Rows:
-        first, past, _ = b.indices(self.batch)
-        return Rows(np.arange(first, past)[:, None], _batch(side, b).cut(part).array())
+    def _rows(self, side: Positions, b: slice, part: slice, like: Array) -> Rows:
+        return Rows(indices(b, self.batch, like)[:, None], _batch(side, b).cut(part).array(like))
 
 
 def _batch(side: Positions, b: slice) -> Positions:
     """The positions of some batch entries, where they differ by entry."""
     if side.rows is not None and len(side.rows.shape) == 2 and side.rows.shape[0] > 1:
         return replace(side, rows=side.rows[b])
-    if not is_number(side.start) and np.ndim(side.start) == 1 and len(side.start) > 1:
+    if not is_number(side.start) and len(side.start) > 1:
         return replace(side, start=side.start[b])
     return side

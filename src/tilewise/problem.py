@@ -196,7 +196,7 @@ def dtype_name(x: Shaped) -> str:
 
 
 def device_name(x: Shaped) -> str:
-    return str(getattr(getattr(x, "device", "cpu"), "type", "cpu"))
+    return str(getattr(x, "device", "cpu"))
 
 
 def check_dtypes(inputs: Inputs) -> None:

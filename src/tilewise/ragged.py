@@ -9,7 +9,7 @@ import numpy as np
 
 from ._errors import OptionError, ShapeError
 from ._typing import Array
-from .arrays import FOREVER, Value, check_integers, integers, is_number, wide
+from .arrays import FOREVER, HOST, Value, check_integers, indices, integers, is_number, library, wide
 from .positions import Rows
 
 
@@ -79,25 +79,26 @@ class Packed:
     rows: int
     cols: int
 
-    def queries(self, b: slice, i: slice) -> Rows:
-        index = np.arange(*i.indices(self.rows))[None]
-        q, kv = wide(self.ragged.q_offsets), wide(self.ragged.kv_offsets)
+    def queries(self, b: slice, i: slice, like: Array = HOST) -> Rows:
+        xp, index = library(like), indices(i, self.rows, like)[None]
+        q, kv = wide(self.ragged.q_offsets, like), wide(self.ragged.kv_offsets, like)
         r = _owner(q, index)
-        shift = (kv[1:] - kv[:-1]) - (q[1:] - q[:-1]) if len(q) > 1 else np.zeros(1, np.int64)
-        return Rows(r, np.where(r < 0, 0, index - q[r] + shift[r]))
+        shift = (kv[1:] - kv[:-1]) - (q[1:] - q[:-1]) if len(q) > 1 else xp.zeros_like(q)
+        return Rows(r, xp.where(r < 0, 0, index - q[r] + shift[r]))
 
-    def keys(self, b: slice, j: slice) -> Rows:
-        index = np.arange(*j.indices(self.cols))[None]
-        kv = wide(self.ragged.kv_offsets)
+    def keys(self, b: slice, j: slice, like: Array = HOST) -> Rows:
+        xp, index = library(like), indices(j, self.cols, like)[None]
+        kv = wide(self.ragged.kv_offsets, like)
         r = _owner(kv, index)
-        return Rows(np.where(r < 0, -2, r), np.where(r < 0, 0, index - kv[r]))
+        return Rows(xp.where(r < 0, -2, r), xp.where(r < 0, 0, index - kv[r]))
 
-    def columns(self, b: slice, i: slice, bounds: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        kv = wide(self.ragged.kv_offsets)
-        r = self.queries(b, i).sequence
-        first, past = kv[r], np.where(r < 0, kv[r], kv[np.minimum(r + 1, len(kv) - 1)])
-        lo, hi = (np.clip(x, -FOREVER, FOREVER) for x in bounds)
-        return np.clip(first + lo, first, past), np.clip(first + hi, first, past)
+    def columns(self, b: slice, i: slice, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        xp, like = library(bounds[0]), bounds[0]
+        q, kv = wide(self.ragged.q_offsets, like), wide(self.ragged.kv_offsets, like)
+        r = _owner(q, indices(i, self.rows, like)[None])
+        first, past = kv[r], kv[xp.where(r < 0, r, r + 1)]
+        lo, hi = (xp.clip(x, -FOREVER, FOREVER) for x in bounds)
+        return xp.clip(first + lo, first, past), xp.clip(first + hi, first, past)
 
 
 def _offsets(name: str, lengths: Array) -> np.ndarray:
@@ -113,7 +114,8 @@ def _offsets(name: str, lengths: Array) -> np.ndarray:
     return np.asarray(offsets)
 
 
-def _owner(offsets: np.ndarray, index: np.ndarray) -> np.ndarray:
+def _owner(offsets: Array, index: Array) -> Array:
     """The sequence that holds each packed row, -1 where none does."""
-    r = np.searchsorted(offsets, index, side="right") - 1
-    return np.where(r < len(offsets) - 1, r, -1)
+    xp = library(offsets)
+    r = xp.searchsorted(offsets, index, side="right") - 1
+    return xp.where(r < len(offsets) - 1, r, -1)

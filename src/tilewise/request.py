@@ -86,7 +86,7 @@ class Request:
             deterministic="deterministic" in words,
         )
         backend = next((w.partition("=")[2] for w in words if w.startswith("backend=")), None)
-        return cls(options, rate, seed, tuple(w for w in words if w in EXTRAS), backend)
+        return cls(options, rate, seed, extras_of(wire.text), backend)
 
     def tabulated(self, x: Inputs[Tensor]) -> Request:
         """This request with point tests as boolean tables: a graph can hold a tensor but no Python function. n·s bytes."""
@@ -97,13 +97,30 @@ class Request:
         """The inputs under their names."""
         return Inputs(q, k, v, **dict(zip(self.extras, extras, strict=True)))
 
+    def dropout(self) -> Dropout | None:
+        """The pattern. A seed on the host is read; one on a device stays there, for reading it would wait."""
+        if self.seed is None:
+            return None
+        return Dropout(self.rate, int(on_host(self.seed)) if _lies_on_host(self.seed) else self.seed)
+
     def problem(self, x: Inputs[Tensor]) -> Problem:
-        """The problem, with the seed read from its tensor. Looks at values, so it needs real tensors."""
-        dropout = None if self.seed is None else Dropout(self.rate, int(on_host(self.seed)))
+        """The problem. Looks at values, so it needs real tensors; but not at those that a device holds, for that would wait."""
         mask = _with_tests(self.options.mask, lambda where: _on_device(where, x.q))
-        problem = Problem.describe(x, replace(self.options, mask=mask, dropout=dropout))
-        problem.check_values()
+        problem = Problem.describe(x, replace(self.options, mask=mask, dropout=self.dropout()))
+        if all(_lies_on_host(a) for a in self.encode().arrays):
+            problem.check_values()
         return problem
+
+
+def extras_of(text: str) -> tuple[str, ...]:
+    """The extras that a wire's text speaks of."""
+    words = text.partition("|")[2].split()
+    return tuple([word for word in words if word in EXTRAS])
+
+
+def drops(text: str) -> bool:
+    """Whether a wire's text speaks of dropout."""
+    return "dropout" in text.partition("|")[2].split()
 
 
 def _tensor(array: Array) -> Tensor:
@@ -115,6 +132,10 @@ def _tensor(array: Array) -> Tensor:
             f"an array of a mask, of positions or of offsets, {tuple(array.shape)}, is on the meta device: no values"
         )
     return array
+
+
+def _lies_on_host(x: Array) -> bool:
+    return not isinstance(x, Tensor) or x.device.type == "cpu"
 
 
 def on_host(x: Array) -> np.ndarray:
@@ -177,6 +198,7 @@ def _on_device(where: Where, like: Tensor) -> Where:
 
     def ask(*positions: Array) -> Array:
         keep = where.test(*(torch.as_tensor(p).to(like.device) for p in positions))
-        return on_host(keep.bool()) if isinstance(keep, Tensor) else keep
+        there = any(isinstance(p, Tensor) for p in positions)
+        return on_host(keep.bool()) if isinstance(keep, Tensor) and not there else keep
 
     return replace(where, test=ask)

@@ -170,20 +170,22 @@ def roundings(problem: Problem, x: Inputs[np.ndarray], grads: Partial, eps: tupl
     """What one rounding of every term of every sum comes to, as the L2 norm of each quantity, however much the terms cancel:
     roundings are independent, so they add up as the root of a sum of squares.
 
-    `eps` is that of the inputs and that of lse. Gradients recompute p = exp(s − lse), and s and lse were rounded once, which
-    moves p by eps·|lse| of itself.
+    `eps` is that of the inputs and that of what accumulates. A logit s is a sum of products, whose rounding moves p by its
+    size; gradients recompute p = exp(s − lse) from an lse that was rounded once, which moves p by eps·|lse| of itself.
     """
     t = tensors(x, "float64", "cpu")
     o, lse, p, dropped = _dense(problem, t)
     q, k, v, do = (_spread(problem, a) for a in (t.q, t.k, t.v, torch.from_numpy(np.array(grads.o))))
     size = torch.where(lse.isinf(), 0, lse.abs())
-    again = p * (eps[0] + eps[1] * size)[..., None]
+    scale = abs(problem.score.scale)
+    terms = scale * _root_sum_square(q, k.transpose(-1, -2))
+    once = p * (eps[0] + eps[1] * terms)
+    again = once + p * (eps[1] * size)[..., None]
     total = (do * o.transpose(1, 2)).square().sum(-1).sqrt() + torch.from_numpy(np.abs(grads.lse))
     ds = again * (_root_sum_square(do, v.transpose(-1, -2)) * dropped + total[..., None])
-    scale = abs(problem.score.scale)
     largest = scale * _root_sum_square(q, k.abs().amax(2, keepdim=True).transpose(-1, -2))[..., 0] if problem.s else 0 * size
     sizes = {
-        "o": eps[0] * _root_sum_square(p * dropped, v),
+        "o": _root_sum_square(once * dropped, v),
         "lse": eps[1] * (size + largest),
         "dq": scale * _root_sum_square(ds, k),
         "dk": scale * _root_sum_square(ds.transpose(-1, -2), q),

@@ -10,15 +10,15 @@ from .._errors import OptionError, Unsupported
 from ..problem import Inputs, Partial, Problem
 from .plan import Config, Plan
 
-ORDER = ("torch",)
+ORDER = ("triton", "torch")
 """Every backend, fastest first: the first that does not refuse runs."""
 
 
 class Backend(Protocol):
     """What a backend must be: a module `tilewise.backends.<name>` with these functions."""
 
-    def why_not(self, problem: Problem) -> tuple[str, ...]:
-        """The reasons why this backend cannot run `problem`; empty where it can."""
+    def why_not(self, problem: Problem, named: bool) -> tuple[str, ...]:
+        """The reasons why this backend cannot run `problem`, or will not unless `named` by the caller; empty where it runs."""
         ...
 
     def configure(self, problem: Problem) -> Config:
@@ -32,7 +32,7 @@ class Backend(Protocol):
     def backward(
         self, problem: Problem, x: Inputs[Any], saved: Partial, grads: Partial, config: Any, needs: Sequence[str]
     ) -> Inputs[Any]:
-        """The gradients named in `needs`, recomputed from (o, lse); the other fields are not read."""
+        """The gradients named in `needs`, recomputed from (o, lse); the other fields are not read. `grads.lse` None: zero."""
         ...
 
 
@@ -71,7 +71,7 @@ def make_plan(problem: Problem, name: str | None = None) -> Plan:
     refused: list[tuple[str, tuple[str, ...]]] = []
     for candidate in ORDER if name is None else (name,):
         backend = load(candidate)
-        reasons = backend.why_not(problem)
+        reasons = backend.why_not(problem, name is not None)
         if not reasons:
             return Plan(candidate, problem, backend.configure(problem), tuple(refused))
         refused.append((candidate, reasons))

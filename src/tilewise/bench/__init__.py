@@ -1,6 +1,7 @@
 """Benchmarks that check before they time: interleaved with peers, in honest operations, with the rows we lose.
 
-`cases` says what, `peers` against whom, `verify` whether it is right, `timing` how long, `report` how it is told."""
+`cases` and `catalog` say what, `peers` against whom, `verify` whether it is right, `timing` how long; `run` brings a case from
+check to rows, `report` tells it; `host` and `startup` measure what a call costs the computer."""
 
 from .report import Report as Report
 from .run import Setting as Setting

@@ -1,28 +1,41 @@
-"""What is measured, by name: one list of cases for each kind of device. A case is data; adding one is adding a line."""
+"""What is measured: a case is a problem by name, a task one pass of it with the tensors that everybody starts from. The lists
+of cases are in `catalog`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from ..mask import Causal, Documents, Full, Mask, Window
 from ..ops import lse_dtype
 from ..problem import Inputs, Options, Problem
+from ..ragged import Ragged
 from ..tiles import visible_pairs
 
-FULL = Full()
-
 PAIRS = 2**21
-"""Query-key pairs, over batch and heads, of the largest case that is checked at its own size."""
+"""Query-key pairs, over batch and heads, of the largest case that is checked whole."""
+
+NUMBERS = 2**23
+"""Numbers in the larger of q and k, every head with keys of its own, of such a case."""
+
+QKV = ("q", "k", "v")
+
+PLAIN = Options()
+
+CALLS = ("call", "recorded", "step")
+
+UNITS = {"forward": "TFLOP/s", "backward": "TFLOP/s", "decode": "GB/s", **dict.fromkeys(CALLS, "calls/s")}
+"""Every pass and what it is measured in: a forward; a backward; a forward with few query rows; and where what takes time is
+the call itself, a forward, a forward that autograd records, and a forward with its backward."""
 
 Tensors = Inputs[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem and the passes that are timed on it. Axes as everywhere: b n s h g d e; `passes` of "forward",
-    "backward" and "decode" (a forward with few query rows, measured in bytes)."""
+    """One problem and the passes that are timed on it. Axes as everywhere: b n s h g d e; `bias` names the axes it has
+    ("b h n s", a size of 1 as "1"), `needs` the inputs whose gradient a backward computes."""
 
     name: str
     b: int
@@ -33,34 +46,64 @@ class Case:
     d: int
     e: int
     dtype: str = "float32"
-    mask: Mask = FULL
-    softcap: float | None = None
+    options: Options = PLAIN
+    bias: str = ""
+    alibi: bool = False
+    sink: bool = False
+    needs: tuple[str, ...] = QKV
     passes: tuple[str, ...] = ("forward", "backward")
+    group: str = "main"
 
     @property
     def pairs(self) -> int:
         """Query-key pairs, hidden ones included, over batch and heads."""
         return self.b * self.h * self.n * self.s
 
+    @property
+    def small(self) -> bool:
+        """True where a definition that stores every score can check all of it, in about a second."""
+        return self.pairs <= PAIRS and self.b * self.h * max(self.n, self.s) * max(self.d, self.e) <= NUMBERS
+
     def inputs(self, device: str, seed: int = 0) -> Tensors:
-        """q, k and v, normally distributed."""
+        """q, k, v, bias and sink normally distributed, and the slopes that ALiBi models have, in float32 as they have them."""
         generator = torch.Generator(device).manual_seed(seed)
-        shapes = (self.b, self.n, self.h, self.d), (self.b, self.s, self.g, self.d), (self.b, self.s, self.g, self.e)
-        make = (torch.randn(x, generator=generator, device=device, dtype=torch.float32) for x in shapes)
-        return Inputs(*(x.to(getattr(torch, self.dtype)) for x in make))
+        sizes = {"b": self.b, "h": self.h, "n": self.n, "s": self.s, "1": 1}
+
+        def draw(*shape: int) -> torch.Tensor:
+            x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            return x.to(getattr(torch, self.dtype))
+
+        slopes = 2 ** (-8 * torch.arange(1, self.h + 1, device=device, dtype=torch.float32) / self.h)
+        return Inputs(
+            draw(self.b, self.n, self.h, self.d),
+            draw(self.b, self.s, self.g, self.d),
+            draw(self.b, self.s, self.g, self.e),
+            draw(*(sizes[axis] for axis in self.bias.split())) if self.bias else None,
+            slopes if self.alibi else None,
+            draw(self.h) if self.sink else None,
+        )
 
     def problem(self, x: Tensors) -> Problem:
         """The problem that these inputs pose."""
-        return Problem.describe(x, Options(self.mask, softcap=self.softcap))
+        return Problem.describe(x, self.options)
 
     def reduced(self) -> Case:
-        """The same case, small enough for a definition that stores every score: two key heads, then shorter sides."""
+        """The same case, made small: two batch entries and key heads, then shorter sides."""
         case = self
-        if case.pairs > PAIRS and case.g > 2:
-            case = replace(case, h=2 * case.h // case.g, g=2)
-        while case.pairs > PAIRS and max(case.n, case.s) > 1:
-            case = replace(case, n=-(-case.n // 2), s=-(-case.s // 2))
+        if not case.small:
+            g = min(case.g, 2)
+            case = replace(case, b=min(case.b, 2), h=g * (case.h // case.g), g=g)
+        while not case.small and max(case.n, case.s) > 1:
+            case = case.resized(-(-case.n // 2), -(-case.s // 2))
         return case
+
+    def resized(self, n: int, s: int) -> Case:
+        """The same case with other sides; packed sequences end where the sides do."""
+        packed, options = self.options.ragged, self.options
+        if packed is not None:
+            cut = Ragged.from_offsets(np.minimum(packed.q_offsets, n), np.minimum(packed.kv_offsets, s))
+            options = replace(options, ragged=cut)
+        return replace(self, n=n, s=s, options=options)
 
 
 def upstream(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,10 +131,22 @@ class Task:
         return cls(case, name, case.problem(x), x, upstream(case, device)[0])
 
     @property
+    def gradients(self) -> bool:
+        """True where the inputs need gradients."""
+        return self.name in ("backward", "recorded", "step")
+
+    def without_dropout(self) -> Task:
+        """The same task with nothing dropped: which pairs are dropped is everybody's own choice, the rest is not."""
+        case = replace(self.case, options=replace(self.case.options, dropout=None))
+        return replace(self, case=case, problem=replace(self.problem, dropout=None))
+
+    @property
     def work(self) -> float:
         """What one call does, in `unit`·seconds: operations of the visible pairs (two products forward, five backward, as
-        no pass can do with fewer), or for decode the bytes of k and v."""
+        no pass can do with fewer), for decode the bytes of k and v, and 1 where calls are counted."""
         p = self.problem
+        if self.unit == "calls/s":
+            return 1.0
         if self.name == "decode":
             return p.b * p.s * p.g * (p.d + p.e) * p.itemsize / 1e9
         sizes = (p.d + p.e) if self.name == "forward" else (3 * p.d + 2 * p.e)
@@ -99,48 +154,4 @@ class Task:
 
     @property
     def unit(self) -> str:
-        return "GB/s" if self.name == "decode" else "TFLOP/s"
-
-
-def _cases(*cases: Case) -> dict[str, Case]:
-    return {case.name: case for case in cases}
-
-
-DECODE = ("decode",)
-
-CASES: dict[str, dict[str, Case]] = {
-    "cpu": _cases(
-        Case("causal", 1, 2048, 2048, 8, 8, 64, 64, mask=Causal()),
-        Case("full", 1, 1024, 1024, 8, 8, 64, 64),
-        Case("bfloat16", 1, 2048, 2048, 8, 8, 128, 128, "bfloat16", mask=Causal()),
-        Case("window", 1, 2048, 2048, 8, 2, 64, 64, mask=Causal() & Window(left=255)),
-        Case("documents", 1, 2048, 2048, 8, 8, 64, 64, mask=Causal() & Documents.from_lengths([350, 750, 198, 750])),
-        Case("softcap", 1, 1024, 1024, 8, 8, 64, 64, mask=Causal(), softcap=30.0),
-        Case("decode", 8, 1, 4096, 8, 2, 64, 64, mask=Causal(), passes=DECODE),
-    ),
-    "cuda": _cases(
-        Case("causal", 2, 8192, 8192, 16, 16, 128, 128, "bfloat16", mask=Causal()),
-        Case("full", 2, 8192, 8192, 16, 16, 128, 128, "bfloat16"),
-        Case("causal-d64", 2, 8192, 8192, 32, 32, 64, 64, "bfloat16", mask=Causal()),
-        Case("float32", 1, 4096, 4096, 8, 8, 64, 64, mask=Causal()),
-        Case("window", 1, 16384, 16384, 32, 8, 128, 128, "bfloat16", mask=Causal() & Window(left=1023)),
-        Case(
-            "documents",
-            1,
-            16384,
-            16384,
-            16,
-            16,
-            128,
-            128,
-            "bfloat16",
-            mask=Causal() & Documents.from_lengths([2800, 6000, 1584, 6000]),
-        ),
-        Case("softcap", 1, 8192, 8192, 16, 16, 128, 128, "bfloat16", mask=Causal(), softcap=30.0),
-        Case("decode", 32, 1, 16384, 32, 8, 128, 128, "bfloat16", mask=Causal(), passes=DECODE),
-    ),
-}
-"""By kind of device; a kind that is not here takes the cases of "cpu"."""
-
-QUICK = ("causal", "window", "decode")
-"""What `--quick` measures."""
+        return UNITS[self.name]

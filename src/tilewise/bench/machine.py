@@ -36,6 +36,7 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    found["cuda"] = torch.version.cuda
     return found
 
 

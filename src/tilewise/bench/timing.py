@@ -91,6 +91,22 @@ def sustained(contenders: dict[str, Call], clock: Clock, seconds: float) -> dict
     return times
 
 
+def host(contenders: dict[str, Call], clock: Clock, rounds: int = 9, calls: int = 50) -> dict[str, list[float]]:
+    """Seconds that a call keeps the computer busy, one mean a round: calls back to back with nobody waiting for the device, so
+    few that its queue does not fill."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name in _order(contenders, turn):
+            call = contenders[name]
+            clock.sync()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append((time.perf_counter() - start) / calls)
+            clock.sync()
+    return times
+
+
 REGIMES: dict[str, Measure] = {"burst": burst, "sustained": sustained}
 """The ways of timing, by name."""
 

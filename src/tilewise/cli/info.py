@@ -52,7 +52,7 @@ def _state(name: str, device: str) -> Text:
     x = np.broadcast_to(np.float32(0), (1, 1024, 8, 64))
     problem = replace(Problem.describe(Inputs(x, x, x), Options(Causal())), device=device)
     try:
-        reasons = backends.load(name).why_not(problem)
+        reasons = backends.load(name).why_not(problem, True)
     except ImportError as error:
         reasons = (f"needs {error.name}, which is not installed",)
     return Text("; ".join(reasons), style="yellow") if reasons else Text("ready", style="green")

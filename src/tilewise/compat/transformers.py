@@ -3,6 +3,9 @@
 A model asks twice. First for a mask, which it hands to its layers without looking inside: `describe` answers with a
 `MaskTensor`, a boolean "b 1 n s" that holds a tilewise mask and stores no table. Then each layer asks for attention:
 `attend` reads the mask back and calls `tilewise.attention`.
+
+Padding is not taken out and put back, as flash-attn needs it: a row's visible keys are an interval, so tiles of padding are
+never visited, and no layer waits for a length to reach the host or copies q, k and v.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.utils.import_utils import is_tracing
 
 from .._errors import DtypeError, OptionError, ShapeError
-from ..api import attention
+from ..api import attention, attention_varlen
 from ..mask import Causal, Chunked, Documents, Full, Lengths, Mask, Where, Window
+from ..mask.base import Both
 from ..positions import Positions
+from ..ragged import Ragged
 
 
 def register(name: str = "tilewise") -> None:
@@ -94,8 +99,11 @@ def describe(
     """The mask of one model call, as transformers asks for it: a `MaskTensor` where the request is understood.
 
     Query row r sits at `q_offset + r`, key row c at `kv_offset + c`; `attention_mask` "b x" is true at the positions that
-    are not padding. What is not understood, custom mask functions and everything under `torch.compile`, becomes a boolean
-    table "b 1 n s", or None where transformers allows it: then the layer's own `is_causal` speaks.
+    are not padding. It hides the keys of padding, and in causal attention over a whole sequence, where queries are the same
+    tokens, everything from queries of padding: such a row gives 0 and its tiles are not visited. (Without causality queries
+    may be another sequence's, and the request does not say.) What is not understood, custom mask functions and everything
+    under `torch.compile`, becomes a boolean table "b 1 n s", or None where transformers allows it: then the layer's own
+    `is_causal` speaks.
     """
     if is_tracing(attention_mask):
         plain = mask_function is masking_utils.causal_mask_function and attention_mask is None
@@ -107,11 +115,13 @@ def describe(
     if parts is None or (attention_mask is not None and attention_mask.dim() != 2):
         table = masking_utils.sdpa_mask
         return table(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)  # pyright: ignore[reportArgumentType]
+    start = int(q_offset) - kv_offset
     if attention_mask is not None:
         missing = max(kv_offset + kv_length - attention_mask.shape[1], 0)
-        parts += _padding(pad(attention_mask, (0, missing))[:, kv_offset : kv_offset + kv_length])
+        same = start == missing == 0 and q_length == kv_length and any(isinstance(part, Causal) for part in parts)
+        parts += _padding(pad(attention_mask, (0, missing))[:, kv_offset : kv_offset + kv_length], same)
     mask = reduce(operator.and_, parts) if parts else Full()
-    return MaskTensor(mask, int(q_offset) - kv_offset, (batch_size, 1, q_length, kv_length), kwargs.get("device", "cpu"))
+    return MaskTensor(mask, start, (batch_size, 1, q_length, kv_length), kwargs.get("device", "cpu"))
 
 
 class _Keys(NamedTuple):
@@ -199,14 +209,17 @@ def _documents(segments: list[Tensor]) -> list[Mask]:
     return [Documents(pad(cuts.cumsum(-1), (1, 0)))]
 
 
-def _padding(real: Tensor) -> list[Mask]:
-    """The mask that hides all but the real keys, "b s": a length and a first key, or a table "b 1 1 s" if there are holes."""
+def _padding(real: Tensor, same: bool) -> list[Mask]:
+    """The mask that hides all but the real keys, "b s", and where queries are the `same` tokens everything from those that are
+    not real: one document, or a length and a first key; a table "b 1 1 s" of keys alone if there are holes."""
     if bool(real.all()):
         return []
     starts = real & ~pad(real, (1, 0))[:, :-1]
-    if bool((starts.sum(-1) <= 1).all()):
-        return [Lengths(real.sum(-1), first=real.int().argmax(-1))]
-    return [Where(real[:, None, None, :])]
+    if not bool((starts.sum(-1) <= 1).all()):
+        return [Where(real[:, None, None, :])]
+    if same:
+        return [Documents(real.int() - 1)]
+    return [Lengths(real.sum(-1), first=real.int().argmax(-1))]
 
 
 class _View(NamedTuple):
@@ -240,7 +253,8 @@ def attend(
              rows are aligned top-left and a single row sees all keys (of the window). A boolean table hides where False;
              a floating one hides at -inf and at its dtype's minimum, and is added elsewhere
     Packing  position_ids that restart separate documents where the model hands them to its mask, as most do; offsets
-             cu_seq_lens_q and cu_seq_lens_k "b+1" separate them in every model
+             cu_seq_lens_q and cu_seq_lens_k "sequences+1" into the flattened "b n" and "b s" separate them in every model,
+             with a mask of bands alone as in `tilewise.attention_varlen`, so that queries and keys may differ in number
     Dropout  only while the module trains; its pattern follows torch's generator
     Errors   OptionError for what tilewise cannot do: weights as output, sparse indices, a bias together with softcap
     """
@@ -252,19 +266,24 @@ def attend(
         view = _unmasked(causal, sliding_window, n, s)
     else:
         view = _masked(attention_mask, query, s)
-    mask, bias = view.mask, view.bias
-    if kwargs.get("cu_seq_lens_q") is not None:
-        mask = mask & _packed(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), n, s)
+    bias = view.bias
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     if bias is not None and softcap is not None:
         raise OptionError("tilewise adds a bias before softcap, transformers after it: it cannot run both in one layer")
-    o = attention(
-        *(x.transpose(1, 2) for x in (query, key, value)), mask=mask, scale=scaling, softcap=softcap, bias=bias, sink=s_aux,
-        dropout=dropout if module.training else 0.0, positions=(Positions(n, start=view.start), Positions(s)),
-        deterministic=bool(kwargs.get("deterministic")),
-    )  # fmt: skip
-    return o, None
+    x = [t.transpose(1, 2) for t in (query, key, value)]
+    options = {
+        "scale": scaling, "softcap": softcap, "bias": bias, "sink": s_aux, "dropout": dropout if module.training else 0.0,
+        "deterministic": bool(kwargs.get("deterministic")),
+    }  # fmt: skip
+    mask, q_offsets, kv_offsets = view.mask, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if q_offsets is not None and bias is None and _relative(mask):
+        ragged = Ragged.from_offsets(q_offsets, kv_offsets)
+        o = attention_varlen(*(t.flatten(0, 1) for t in x), ragged=ragged, mask=mask, **options)
+        return o.unflatten(0, x[0].shape[:2]), None
+    if q_offsets is not None:
+        mask = mask & _packed(q_offsets, kv_offsets, key.shape[0], n, s)
+    return attention(*x, mask=mask, positions=(Positions(n, start=view.start), Positions(s)), **options), None
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
@@ -302,9 +321,16 @@ def _masked(attention_mask: Tensor, query: Tensor, s: int) -> _View:
     return _View(Where(~hidden), 0, bias if adds else None)
 
 
-def _packed(q_offsets: Tensor, kv_offsets: Tensor | None, n: int, s: int) -> Documents:
-    """Sequences packed end to end, given by their offsets "b+1"."""
-    if n != s or not (kv_offsets is None or kv_offsets is q_offsets or torch.equal(q_offsets, kv_offsets)):
-        raise OptionError(f"cu_seq_lens: queries and keys must be packed alike, got {n} query rows and {s} key rows")
+def _relative(mask: Mask) -> bool:
+    """Does the mask speak of distances alone, so that it means the same in a sequence that starts elsewhere?"""
+    return all(isinstance(part, Full | Causal | Window) for part in (mask.parts if isinstance(mask, Both) else (mask,)))
+
+
+def _packed(q_offsets: Tensor, kv_offsets: Tensor | None, batch: int, n: int, s: int) -> Documents:
+    """Sequences packed end to end, given by their offsets, for masks and biases that count from the first token of all."""
+    alike = n == s and (kv_offsets is None or kv_offsets is q_offsets or torch.equal(q_offsets, kv_offsets))
+    if batch != 1 or not alike:
+        got = f"got a batch of {batch}, {n} query rows and {s} key rows"
+        raise OptionError(f"cu_seq_lens: with this mask or bias queries and keys must be packed alike in one row, {got}")
     ids = torch.searchsorted(q_offsets, torch.arange(s, device=q_offsets.device, dtype=q_offsets.dtype), right=True)
     return Documents(torch.where(ids < len(q_offsets), ids, -1))

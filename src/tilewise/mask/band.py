@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from .._errors import OptionError
 from .._typing import Array
-from ..arrays import FOREVER, integers, is_number
+from ..arrays import FOREVER, integers, is_number, library
 from .base import Align, Encoded, Mask
 
 
@@ -47,8 +45,8 @@ class Causal(Mask):
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         return j <= i
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.full_like(i, -FOREVER), i + 1
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
+        return library(i).full_like(i, -FOREVER), i + 1
 
     def encode(self) -> Encoded:
         return Encoded("causal()" if self.align == "bottom-right" else "causal('top-left')", [], [])
@@ -82,9 +80,10 @@ class Window(Mask):
         after = (j >= i - min(self.left, FOREVER)) if self.left is not None else (j == j)
         return after & ((j <= i + min(self.right, FOREVER)) if self.right is not None else (i == i))
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        lo = np.full_like(i, -FOREVER) if self.left is None else i - min(self.left, FOREVER)
-        return lo, np.full_like(i, FOREVER) if self.right is None else i + min(self.right, FOREVER) + 1
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
+        xp = library(i)
+        lo = xp.full_like(i, -FOREVER) if self.left is None else i - min(self.left, FOREVER)
+        return lo, xp.full_like(i, FOREVER) if self.right is None else i + min(self.right, FOREVER) + 1
 
     def encode(self) -> Encoded:
         sizes = [min(size, FOREVER) for size in (self.left, self.right) if size is not None]

@@ -1,17 +1,22 @@
 """Which keys a query sees, as a value. A mask answers three questions: `keep(i, j)`, the definition; `interval(b, i)`,
-the positions a row may see; and `tile(q, kv)`, whether a whole tile is EMPTY, PARTIAL or FULL."""
+the positions a row may see; and `tile(q, kv)`, whether a whole tile is EMPTY, PARTIAL or FULL.
+
+The first two answer in the library and on the device of the positions they are asked about, where the arrays of the mask
+follow them: NumPy on the host, or torch with nothing read back from a device. The third is an answer in Python, of the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import reduce
+from operator import and_
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from .._errors import DtypeError, OptionError
 from .._typing import Array
-from ..arrays import FOREVER, Value
+from ..arrays import FOREVER, HOST, Value, indices, library
 from ..positions import Dense, Layout, Positions
 
 Align = Literal["bottom-right", "top-left"]
@@ -43,9 +48,10 @@ class Mask(Value):
         """True where query position i sees key position j, of sequence b and query head h; broadcasts. The definition."""
         raise NotImplementedError
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Key positions [lo, hi) outside which the row at position i of sequence b sees nothing."""
-        return np.full_like(i, -FOREVER), np.full_like(i, FOREVER)
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
+        """Key positions [lo, hi) outside which the row at position i of sequence b sees nothing, in the shape of i: "b rows".
+        b is that or "b 1"."""
+        return library(i).full_like(i, -FOREVER), library(i).full_like(i, FOREVER)
 
     def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
         """This mask once it is known where the first query and key row sit (None: not in steps of one from a number that all
@@ -68,24 +74,25 @@ class Mask(Value):
         parts = tuple(p for side in (self, other) for p in (side.parts if isinstance(side, Both) else (side,)))
         return Both(parts)
 
-    def bounds(self, layout: Layout, b: slice, i: slice) -> tuple[np.ndarray, np.ndarray]:
-        """The interval of each row as key indices [first, past), int64 "b rows"."""
-        rows = layout.queries(b, i)
-        first, past = layout.columns(b, i, self.interval(*np.broadcast_arrays(*rows)))
-        return first, np.maximum(first, past)
+    def bounds(self, layout: Layout, b: slice, i: slice, like: Array = HOST) -> tuple[Array, Array]:
+        """The interval of each row as key indices [first, past), int64 "b rows", where `like` is."""
+        xp, (sequence, position) = library(like), layout.queries(b, i, like)
+        position = xp.broadcast_to(position, (len(sequence), position.shape[1]))
+        first, past = layout.columns(b, i, self.interval(sequence, position))
+        return first, xp.maximum(first, past)
 
-    def grid(self, layout: Layout, b: slice, i: slice, j: slice, h: slice = slice(None)) -> np.ndarray:
-        """The visible pairs of one tile and of query heads h, bool, broadcastable to "b h rows cols"."""
-        first, past = self.bounds(layout, b, i)
-        column = np.arange(j.start, j.stop)
+    def grid(self, layout: Layout, b: slice, i: slice, j: slice, h: slice = slice(None), like: Array = HOST) -> Array:
+        """The visible pairs of one tile and of query heads h, bool, broadcastable to "b h rows cols", where `like` is."""
+        first, past = self.bounds(layout, b, i, like)
+        column = indices(j, j.stop, like)
         keep = ((first[..., None] <= column) & (column < past[..., None]))[:, None]
         if not self.pointwise:
             return keep
-        q, kv = layout.queries(b, i), layout.keys(b, j)
+        q, kv = layout.queries(b, i, like), layout.keys(b, j, like)
         b_, i_, j_ = q.sequence[:, None, :, None], q.position[:, None, :, None], kv.position[:, None, None, :]
         return keep & self.points(i_, j_, b_, h)
 
-    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray, h: slice) -> np.ndarray:
+    def points(self, i: Array, j: Array, b: Array, h: slice) -> Array:
         """The pointwise part of a pointwise mask for query heads h, bool, broadcastable to "b h rows cols"."""
         raise NotImplementedError
 
@@ -152,16 +159,15 @@ class Both(Mask):
             keep = keep & part.keep(i, j, b, h)
         return keep
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
         lo, hi = self.parts[0].interval(b, i)
         for part in self.parts[1:]:
             first, past = part.interval(b, i)
-            lo, hi = np.maximum(lo, first), np.minimum(hi, past)
+            lo, hi = library(i).maximum(lo, first), library(i).minimum(hi, past)
         return lo, hi
 
-    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray, h: slice) -> np.ndarray:
-        tests = [part.points(i, j, b, h) for part in self.parts if part.pointwise]
-        return np.logical_and.reduce(np.broadcast_arrays(*tests)) if len(tests) > 1 else tests[0]
+    def points(self, i: Array, j: Array, b: Array, h: slice) -> Array:
+        return reduce(and_, [part.points(i, j, b, h) for part in self.parts if part.pointwise])
 
     def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
         return Both(tuple(part.bind(starts, heads) for part in self.parts))

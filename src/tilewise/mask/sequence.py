@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import OptionError, ShapeError
 from .._typing import Array
-from ..arrays import FOREVER, bounded, check_integers, host, integers, is_number, wide
+from ..arrays import FOREVER, bounded, check_integers, host, indices, integers, is_number, library, running_maximum, wide
 from .base import Encoded, Mask
 
 
@@ -27,10 +27,11 @@ class Prefix(Mask):
             raise OptionError(f"Prefix: length cannot be negative, got {self.length}")
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
-        return (j <= i) | (j < _of_sequence(self.length, b))
+        return (j <= i) | (j < _of_sequence(self.length, b, i))
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.full_like(i, -FOREVER), np.maximum(i + 1, _of_sequence(self.length, b))
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
+        xp = library(i)
+        return xp.full_like(i, -FOREVER), xp.maximum(i + 1, _of_sequence(self.length, b, i) + 0 * i)
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         _check_batch("Prefix: length", self.length, sizes[0], axes="b")
@@ -58,7 +59,7 @@ class Chunked(Mask):
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         return i // self.size == j // self.size
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
         first = i // self.size * self.size
         return first, first + self.size
 
@@ -81,16 +82,16 @@ class Lengths(Mask):
             object.__setattr__(self, name, np.asarray([value]) if is_number(value) else value)
 
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
-        first, past = self._span(b)
+        first, past = self._span(b, i)
         return (first <= j) & (j < past) & (i == i)
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        first, past = self._span(b)
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
+        first, past = self._span(b, i)
         return first + 0 * i, past + 0 * i
 
-    def _span(self, b: Array) -> tuple[Array, Array]:
-        first = 0 if self.first is None else _of_sequence(self.first, b)
-        return first, first + _of_sequence(self.kv, b)
+    def _span(self, b: Array, like: Array) -> tuple[Array, Array]:
+        first = 0 if self.first is None else _of_sequence(self.first, b, like)
+        return first, first + _of_sequence(self.kv, b, like)
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         _check_batch("Lengths: kv", self.kv, sizes[0], axes="b")
@@ -139,47 +140,42 @@ class Documents(Mask):
         mine, theirs = self._id(i, b), self._id(j, b)
         return (mine == theirs) & (mine >= 0)
 
-    @cached_property
-    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids, and where the run of each position starts and ends, all "b s" on the host."""
-        ids = np.atleast_2d(wide(self.ids))
-        edge = np.ones((len(ids), 1), bool)
-        change = ids[:, 1:] != ids[:, :-1]
-        index = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        starts, ends = (
-            np.concatenate([edge, change], 1)[:, : ids.shape[1]],
-            np.concatenate([change, edge], 1)[:, : ids.shape[1]],
-        )
-        first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-        past = np.minimum.accumulate(np.where(ends, index + 1, ids.shape[1])[:, ::-1], axis=1)[:, ::-1]
-        return ids, first, past
+    def _runs(self, like: Array) -> tuple[Array, Array, Array]:
+        """ids, and where the run of each position starts and ends, all "b s" where `like` is. Kept on the host only: the ids
+        of a device may have changed since, and it would take a wait to see."""
+        return self._runs_on_host if library(like) is np else _find_runs(wide(self.ids, like))
 
-    def _look_up(self, x: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    @cached_property
+    def _runs_on_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return _find_runs(wide(self.ids))
+
+    def _look_up(self, ids: Array, x: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
         """Which positions lie inside, and where to look them up; needs at least one position."""
-        batch, size = self._runs[0].shape
+        batch, size = ids.shape
         inside = (x >= 0) & (x < size)
-        return inside, (b % batch, np.where(inside, x, 0))
+        return inside, (b % batch, library(ids).where(inside, x, 0))
 
     def _id(self, x: Array, b: Array) -> Array:
-        if self._runs[0].size == 0:
+        ids, _, _ = self._runs(x)
+        if 0 in ids.shape:
             return 0 * x - 1
-        inside, at = self._look_up(x, b)
-        return np.where(inside, self._runs[0][at], -1)
+        inside, at = self._look_up(ids, x, b)
+        return library(x).where(inside, ids[at], -1)
 
-    def interval(self, b: np.ndarray, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids, first, past = self._runs
-        if ids.size == 0:
-            return np.zeros_like(i), np.zeros_like(i)
-        inside, at = self._look_up(i, b)
+    def interval(self, b: Array, i: Array) -> tuple[Array, Array]:
+        xp, (ids, first, past) = library(i), self._runs(i)
+        if 0 in ids.shape:
+            return xp.zeros_like(i), xp.zeros_like(i)
+        inside, at = self._look_up(ids, i, b)
         seen = inside & (ids[at] >= 0)
-        return np.where(seen, first[at], 0), np.where(seen, past[at], 0)
+        return xp.where(seen, first[at], 0), xp.where(seen, past[at], 0)
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         _check_batch("Documents: ids", self.ids, sizes[0], axes="b s")
 
     def check_values(self) -> None:
         """Raise unless every document is one run of equal ids."""
-        ids, first, _ = self._runs
+        ids, first, _ = self._runs_on_host
         for row, starts in zip(ids, first, strict=True):
             runs = row[starts == np.arange(len(row))]
             runs = runs[runs >= 0]
@@ -190,11 +186,25 @@ class Documents(Mask):
         return Encoded("documents(ARRAY)", [], [self.ids])
 
 
-def _of_sequence(value: Array, b: Array) -> Array:
-    """The entry of sequence b: an int holds for all, an array "b" (or of one entry) is looked up."""
+def _find_runs(ids: Array) -> tuple[Array, Array, Array]:
+    """ids "b s" or "s", and where the run of each position starts and ends, all "b s"."""
+    xp = library(ids)
+    ids = xp.atleast_2d(ids)
+    edge, change = ids[:, :1] == ids[:, :1], ids[:, 1:] != ids[:, :-1]
+    index = indices(slice(None), ids.shape[1], ids)
+
+    def begins(at: Array) -> Array:
+        return running_maximum(xp.where(at, index, 0))
+
+    mirrored = begins(xp.flip(xp.concatenate([change, edge], 1), (1,)))  # a run ends where it begins from the other side
+    return ids, begins(xp.concatenate([edge, change], 1)), ids.shape[1] - xp.flip(mirrored, (1,))
+
+
+def _of_sequence(value: Array, b: Array, like: Array) -> Array:
+    """The entry of sequence b: an int holds for all, an array "b" (or of one entry) is looked up where `like` is."""
     if is_number(value):
         return value
-    value = wide(value)
+    value = wide(value, like)
     return value[b % len(value)] if len(value) else 0 * b
 
 

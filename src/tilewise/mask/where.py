@@ -12,7 +12,7 @@ import numpy as np
 
 from .._errors import DtypeError, OptionError, ShapeError
 from .._typing import Array
-from ..arrays import bounded, host
+from ..arrays import bounded, host, indices, library, placed
 from .base import Encoded, Mask
 
 _functions: weakref.WeakValueDictionary[int, Callable[..., Array]] = weakref.WeakValueDictionary()
@@ -53,25 +53,25 @@ class Where(Mask):
     def keep(self, i: Array, j: Array, b: Array = 0, h: Array = 0) -> Array:
         if callable(self.test):
             return self.test(b, h, i, j)
-        table = self._table
+        table = self._table(i)
         index = (b, h, i - (self.start or 0), j - self.column)
         index = tuple(x * 0 if size == 1 else x for x, size in zip(index, table.shape, strict=True))
         inside = reduce(and_, [(x >= 0) & (x < size) for x, size in zip(index, table.shape, strict=True)])
-        if table.size == 0:
+        if 0 in table.shape:
             return inside
-        return inside & table[tuple(np.where(inside, x, 0) for x in index)]
+        return inside & table[tuple(library(i).where(inside, x, 0) for x in index)]
+
+    def _table(self, like: Array) -> Array:
+        """The table where `like` is, with all four axes. Kept on the host only, as a walk asks there tile by tile."""
+        return self._table_on_host if library(like) is np else _four_axes(placed(self.test, like))
 
     @cached_property
-    def _table(self) -> np.ndarray:
-        """The table on the host, with all four axes."""
-        table = host(self.test)
-        return table.reshape((1,) * (4 - table.ndim) + table.shape)
+    def _table_on_host(self) -> np.ndarray:
+        return _four_axes(host(self.test))
 
-    def points(self, i: np.ndarray, j: np.ndarray, b: np.ndarray, h: slice) -> np.ndarray:
-        keep = np.asarray(self.keep(i, j, b, np.arange(self.heads)[None, h, None, None]))
-        if keep.dtype.kind not in "biu":
-            raise DtypeError(f"Where: a function must return booleans (True: visible), got {keep.dtype}")
-        return keep.astype(bool).reshape((1,) * (4 - keep.ndim) + keep.shape)
+    def points(self, i: Array, j: Array, b: Array, h: slice) -> Array:
+        keep = _booleans(self.keep(i, j, b, indices(h, self.heads, i)[None, :, None, None]))
+        return _four_axes(placed(keep, i))
 
     def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
         if callable(self.test) or self.start is not None:
@@ -99,6 +99,21 @@ class Where(Mask):
             _functions[id(self.test)] = self.test
             return Encoded(f"where(INT{start})", [id(self.test), *ints], [])
         return Encoded(f"where(ARRAY{start})", ints, [self.test])
+
+
+def _booleans(keep: Array) -> Array:
+    """What a function returned, as booleans."""
+    if library(keep) is not np:
+        return keep.bool()
+    keep = np.asarray(keep)
+    if keep.dtype.kind not in "biu":
+        raise DtypeError(f"Where: a function must return booleans (True: visible), got {keep.dtype}")
+    return keep.astype(bool)
+
+
+def _four_axes(x: Array) -> Array:
+    """`x`, which broadcasts to "b h n s", with all of these axes."""
+    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
 
 def function(handle: int) -> Callable[..., Array]:

@@ -58,7 +58,8 @@ class _Rows:
         """do "b g (r rows) e", lse and total = delta − dlse "b g (r rows) 1": all that ds needs of a row."""
         do = chunk.fold(self.grads.o, i)
         delta = (do * chunk.fold(self.saved.o, i)).sum(-1, keepdim=True)
-        return do, chunk.fold_rows(self.saved.lse, i), delta - chunk.fold_rows(self.grads.lse, i)
+        total = delta if self.grads.lse is None else delta - chunk.fold_rows(self.grads.lse, i)
+        return do, chunk.fold_rows(self.saved.lse, i), total
 
 
 def _chunk(

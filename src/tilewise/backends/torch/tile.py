@@ -15,8 +15,9 @@ from ...tiles import Visit
 from .dropout import keep as dropout_keep
 
 
-def why_not(problem: Problem) -> tuple[str, ...]:
+def why_not(problem: Problem, named: bool) -> tuple[str, ...]:
     """Nothing that can be described is refused."""
+    del named
     return ("tensors on the meta device hold no values",) if problem.device == "meta" else ()
 
 

@@ -1,0 +1,62 @@
+"""Kernels in Triton, for every GPU that it supports: any head size, mask and score, every gradient, no atomics. Triton itself is
+imported only by what runs or plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...problem import Inputs, Partial, Problem
+from .refusals import why_not as why_not
+
+
+def configure(problem: Problem):
+    """The sizes of every pass; see `config`."""
+    from .config import configure
+
+    return configure(problem)
+
+
+def forward(problem: Problem, x: Inputs[Tensor], config) -> Partial:
+    """o and lse; see `forward_pass`."""
+    from .forward_pass import forward
+
+    with _on(x.q):
+        return forward(problem, x, config)
+
+
+def backward(
+    problem: Problem, x: Inputs[Tensor], saved: Partial, grads: Partial, config, needs: Sequence[str]
+) -> Inputs[Tensor]:
+    """The gradients named in `needs`; see `backward_pass`."""
+    from .backward_pass import backward
+
+    with _on(x.q):
+        return backward(problem, x, saved, grads, config, needs)
+
+
+def warm(problem: Problem, x: Inputs[Tensor], config, needs: Sequence[str]) -> list[str]:
+    """Every kernel that `forward` needs, and `backward` for the gradients named in `needs`; see `ready`."""
+    from .ready import warm
+
+    with _on(x.q):
+        return warm(problem, x, config, needs)
+
+
+class _on:
+    """Makes the device of a tensor the current one where it is not: Triton launches there. Cheaper than torch's own guard where
+    there is nothing to do."""
+
+    def __init__(self, x: Tensor) -> None:
+        away = x.is_cuda and x.device.index != torch.cuda.current_device()
+        self.guard = torch.cuda.device(x.device) if away else None
+
+    def __enter__(self) -> None:
+        if self.guard is not None:
+            self.guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.guard is not None:
+            self.guard.__exit__(*error)

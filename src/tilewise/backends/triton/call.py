@@ -1,0 +1,142 @@
+"""One call's tensors and options as the arguments that every kernel takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...problem import Inputs, Problem
+from .config import Config, Launch
+from .launch import readable, rows
+from .refusals import interpreting
+from .variant import Variant, slabs, variant
+from .visits import Lists, Sight, look
+
+LOG2_E = 1.4426950408889634
+
+WORD = 2**32
+
+PROGRAMS = 264
+"""Programs that look through the notes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A problem on its tensors, q, k and v in a form that descriptors can read."""
+
+    problem: Problem
+    x: Inputs[Tensor]
+    config: Config
+    sight: Sight
+
+    @classmethod
+    def of(cls, problem: Problem, x: Inputs[Tensor], config: Config) -> Call:
+        q, k, v = readable(x.q), readable(x.k), readable(x.v)
+        sight = config.known.get("sight") or look(problem, x.q)
+        if sight.first is None:  # no arrays: it is the same the next time
+            config.known["sight"] = sight
+        return cls(problem, Inputs(q, k, v, x.bias, x.alibi, x.sink), config, sight)
+
+    def sink(self, dtype: torch.dtype) -> Tensor:
+        """The sinks, which there must be."""
+        assert self.x.sink is not None
+        return self.x.sink.to(dtype)
+
+    def passes(self, sizes: Launch, heads: int, length: int, own: str) -> list[tuple[Launch, int]]:
+        """Sizes and grid of a kernel whose programs own blocks of `length` rows of each head ("M": query rows, "N": keys).
+        Where pairs are hidden, it runs a second time, CAREFUL, for those blocks into which what they hold has leaked."""
+        block = sizes.block_m if own == "M" else sizes.block_n
+        grid = heads * triton.cdiv(length, block)
+        if not self.config.hides:
+            return [(sizes, grid)]
+        careful = self.config.careful
+        small = replace(careful, noted=block)
+        return [(sizes, grid), (small, min(grid, PROGRAMS))]
+
+    def slabs(self, do: Tensor, sizes: Launch) -> tuple[Any, ...]:
+        """Descriptors of q, k, v and do."""
+        m, n = sizes.block_m, sizes.block_n
+        return (*rows(self.x.q, m), *rows(self.x.k, n), *rows(self.x.v, n), *rows(do, m))
+
+    @cached_property
+    def kinds(self) -> tuple[Any, ...]:
+        """What compilations depend on beside variants: dtypes."""
+        x = self.x
+        return x.q.dtype, *[None if t is None else t.dtype for t in (x.bias, x.alibi, x.sink)]
+
+    def variant(self, sizes: Launch) -> Variant:
+        """What a kernel with these sizes is compiled for."""
+        p, x, sight = self.problem, self.x, self.sight
+        added = x.bias is not None or x.alibi is not None or p.score.softcap is not None
+        double = p.dtype == "float64"
+        return variant(
+            *slabs(p.d), *slabs(p.e), p.d, p.e, sight.kind, sight.kind == "INTERVAL" and sight.first is None,
+            x.bias is not None, x.alibi is not None, p.dropout is not None, not (added or double) and p.score.scale > 0,
+            p.score.softcap is not None, self.config.hides, sizes.noted > 0, sizes.apart or sight.kind == "NONE", sizes.noted,
+            1.0 if double else LOG2_E, tl.float64 if double else tl.float32, precision(p.dtype),
+            p.dtype == "bfloat16" and interpreting(), sizes.block_m, sizes.block_n, sizes.stages,
+        )  # fmt: skip
+
+    @cached_property
+    def options(self) -> tuple[Any, ...]:
+        """scale … table_s in the kernels' parameter lists; None for pointers that there are not."""
+        p, x, sight = self.problem, self.x, self.sight
+        if x.bias is None and x.alibi is None and p.dropout is None and sight.first is None:
+            cap = p.score.softcap or 0.0
+            nothing = (None, 0, 0, 0, 0, None, 0, None, 0, 1.0, None, None, None, 0, 0, None, None, 0)
+            return float(p.score.scale), cap, *nothing, sight.left, sight.right, None, 0, 0, 0, 0
+        bias = None if x.bias is None else x.bias.expand(p.b, p.h, p.n, p.s)
+        alibi = None if x.alibi is None else x.alibi.expand(p.b, p.h)
+        alibi = alibi if alibi is None or alibi.stride(1) == 1 else alibi.contiguous()
+        cap = 0.0 if p.score.softcap is None else p.score.softcap
+        return (
+            float(p.score.scale), float(cap), bias, *(bias.stride() if bias is not None else (0,) * 4),
+            alibi, 0 if alibi is None else alibi.stride(0), *self._dropout(), *self._positions(),
+            sight.first, sight.past, p.n if sight.first is not None and len(sight.first) > 1 else 0, sight.left, sight.right,
+            sight.table, *(sight.table.stride() if sight.table is not None else (0,) * 4),
+        )  # fmt: skip
+
+    def _dropout(self) -> tuple[Tensor | None, int, float]:
+        """The seed where kernels can read it, the threshold, and what kept weights grow by."""
+        drop = self.problem.dropout
+        if drop is None:
+            return None, 0, 1.0
+        if isinstance(drop.seed, Tensor):
+            seed = drop.seed.to(self.x.q.device, torch.int64)
+        else:
+            seed = torch.full((1,), drop.seed, dtype=torch.int64, device=self.x.q.device)
+        return seed, min(drop.threshold, WORD - 1), drop.scale
+
+    def _positions(self) -> tuple[Any, ...]:
+        """Positions of query rows and of key rows, sequences, and the strides along b: only slopes and dropout need them."""
+        p = self.problem
+        if self.x.alibi is None and p.dropout is None:
+            return None, None, None, 0, 0
+        whole = slice(0, p.b)
+        q, k = p.layout.queries(whole, slice(0, p.n), self.x.q), p.layout.keys(whole, slice(0, p.s), self.x.q)
+        i, sequence = (t.expand(p.b, p.n).contiguous() for t in (q.position, q.sequence))
+        j = k.position.expand(p.b, p.s).contiguous()
+        return i, j, sequence, p.n, p.s
+
+    def tail(self, lists: Lists) -> tuple[Any, ...]:
+        """order_ptr … group: the visits of each block, and the axes."""
+        p, count, order = self.problem, lists.count, lists.order
+        b, h = (0, 0) if count is None else (count.stride(0) // 4 * (len(count) > 1), count.shape[2] * (count.shape[1] > 1))
+        return order, count, b, h, 0 if order is None else order.shape[3], p.n, p.s, p.h, p.group
+
+
+def precision(dtype: str) -> str:
+    """How float32 operands are multiplied: each as three products of tf32 numbers on the tensor cores, which keeps float32's
+    accuracy; in one of them if `torch.set_float32_matmul_precision` says that fewer bits will do; and in IEEE steps without
+    tensor cores where torch.backends.cuda.matmul.fp32_precision is "ieee", or where there is nothing else."""
+    if dtype != "float32" or torch.version.hip:
+        return "ieee"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee" if torch.backends.cuda.matmul.fp32_precision == "ieee" else "tf32x3"

@@ -1,0 +1,111 @@
+"""Sizes apart from mathematics: how many rows and columns a tile has, how many warps work on it and how deep its loads are
+pipelined. They change speed and memory, never the result beyond rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...positions import Dense
+from ...problem import Problem
+from ...tiles import TileShape
+from .fit import all_fitted
+from .sizes import CAREFUL, SIZES, TABLE
+from .store import preferred
+from .variant import padded
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's sizes."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    apart: bool = True
+    """FULL tiles have a loop of their own, without a mask; else all tiles share one, which takes fewer registers."""
+    noted: int = 0
+    """For a CAREFUL kernel: rows, or keys, of the blocks that were noted."""
+
+    @property
+    def shape(self) -> TileShape:
+        return TileShape(self.block_m, self.block_n)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of every pass."""
+
+    forward: Launch
+    dq: Launch
+    dk_dv: Launch
+    dbias: Launch
+    careful: Launch
+    """Of every kernel's second run, whose blocks divide the others'."""
+    workspace_bytes: int = 0
+    """In backward, which needs more than forward: delta, and per-row or per-split parts of the small gradients."""
+
+    hides: bool = True
+    """Whether a tile that is visited may hold a hidden pair."""
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What a first call has found out that holds for all calls of the plan."""
+
+    @property
+    def shape(self) -> TileShape:
+        return self.forward.shape
+
+    def note(self, like: Tensor, blocks: int) -> Tensor | None:
+        """Room for one mark a block whose sums came out broken, where that can be a hidden pair's doing; see `Call.passes`."""
+        return torch.empty(blocks, dtype=torch.int8, device=like.device) if self.hides else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice of sizes depends on: "cuda90" or "hip942", and bytes of shared memory that one program may use."""
+
+    name: str
+    shared_bytes: int
+
+    @property
+    def hopper(self) -> bool:
+        return self.name == "cuda90"
+
+
+def configure(problem: Problem) -> Config:
+    """The sizes for a problem on its device."""
+    p = problem
+    here = machine(p.device)
+    sizes = preferred(p, here.name, sizes_of(here, p.itemsize, p.d, p.e, p.mask.kind))
+    rows = p.b * p.h * p.n * p.lse_itemsize
+    hides = p.mask.kind != "NONE" or not isinstance(p.layout, Dense) or p.score.bias is not None
+    return Config(*sizes, workspace_bytes=rows * (3 if p.score.alibi is not None else 2), hides=hides)
+
+
+@lru_cache
+def machine(device: str) -> Machine:
+    """The device's own numbers; those of a Hopper where the interpreter runs."""
+    if not device.startswith("cuda"):
+        return Machine("cuda90", 232448)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
+    if torch.version.hip:
+        return Machine("hip" + properties.gcnArchName.split(":")[0].removeprefix("gfx"), shared)
+    return Machine(f"cuda{properties.major}{properties.minor}", shared)
+
+
+@lru_cache(maxsize=1024)
+def sizes_of(machine: Machine, itemsize: int, d: int, e: int, kind: str) -> tuple[Launch, ...]:
+    """forward, dq, dk_dv, dbias and careful, for a mask of this kind."""
+    width = max(padded(d), padded(e))
+    careful = Launch(*next(sizes for most, sizes in CAREFUL[itemsize] if width <= most), apart=False)
+    if kind == "TABLE":  # one list of tiles serves every pass
+        one = Launch(*next(sizes for most, sizes in TABLE[itemsize] if width <= most))
+        return all_fitted((one, one, one, one, careful), machine, itemsize, (d, e))
+    rows = SIZES[itemsize, "masked" if kind == "INTERVAL" else "plain"]
+    mains = [Launch(*one) for one in next(sizes for most, sizes in rows if width <= most)]
+    return all_fitted((*mains, careful), machine, itemsize, (d, e))

@@ -1,0 +1,59 @@
+"""Every kernel of a problem compiled and loaded before it is needed: the problem's own launches on next to no data. Lengths and
+other numbers are not compiled for, so what a mask's arrays hold does not matter, only what sort of mask it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...mask import Causal, Full, Lengths, Mask, Where
+from ...positions import Dense
+from ...problem import Inputs, Options, Partial, Problem
+from .backward_pass import backward
+from .config import Config
+from .forward_pass import forward
+from .offline import recorded
+from .visits import banded
+
+FEW = 2
+"""Length of every axis that has more than one: an axis of one is something else, for the gradient of a bias."""
+
+
+def warm(problem: Problem, x: Inputs[Tensor], config: Config, needs: Sequence[str]) -> list[str]:
+    """Launch what forward would, and with `needs` backward, on small tensors like `x`, which is not read. The kernels' names,
+    in the order of their launches."""
+    if 0 in (problem.b, problem.n, problem.s):
+        return []
+    small = x.map(lambda t: t.new_zeros([min(size, FEW) for size in t.shape]))
+    small.q, small.k = (t.new_zeros(*t.shape[:3], problem.d) for t in (small.q, small.k))
+    small.v = small.v.new_zeros(*small.v.shape[:3], problem.e)
+    likeness = Problem.describe(small, options(problem))
+    config = replace(config, known={})  # what is found out about the small one does not hold for the other
+    with recorded(run=True) as jobs:
+        out = forward(likeness, small, config)
+        for dlse in (None, out.lse) if needs else ():
+            backward(likeness, small, out, Partial(torch.zeros_like(out.o), dlse), config, needs)
+    if small.q.is_cuda:
+        torch.cuda.synchronize(small.q.device)
+    return [job.name for job in jobs]
+
+
+def options(problem: Problem) -> Options:
+    """What a problem was asked with, for a small one."""
+    p = problem
+    return Options(mask_like(p), p.score.scale, p.score.softcap, p.dropout, deterministic=p.deterministic)
+
+
+def mask_like(problem: Problem) -> Mask:
+    """A small mask that kernels see in the same way; see `visits.look`."""
+    p, b, n, s = problem, min(problem.b, FEW), min(problem.n, FEW), min(problem.s, FEW)
+    if p.mask.kind == "TABLE":
+        return Where(np.ones((n, s), bool))
+    starts = p.layout.starts if isinstance(p.layout, Dense) else None
+    if p.mask.kind == "NONE" and isinstance(p.layout, Dense):
+        return Full()
+    return Causal() if starts is not None and banded(p.mask) else Lengths(np.full(b, s))
