@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # one thread a process: the tests run in two processes already
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint check bench gpu clean
+.PHONY: setup demo test lint check bench kernels gpu clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -34,6 +34,12 @@ check: setup
 
 bench: setup
 	$(BIN)/tilewise bench --device cpu
+
+# the kernels compile, with no GPU, on the oldest Triton too (the newest is in `make test`)
+OLDEST_TRITON := 3.5.1
+kernels: setup
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_TRITON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_triton_compile.py
 
 # on a machine with a GPU: every feature, dtype and head size on the device, and what it found as JSON
 gpu: setup

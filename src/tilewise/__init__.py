@@ -23,5 +23,7 @@ from .mask import Window as Window
 from .positions import Positions as Positions
 from .problem import Partial as Partial
 from .ragged import Ragged as Ragged
+from .warm import Warmth as Warmth
+from .warm import warmup as warmup
 
 __version__ = "0.1.0"

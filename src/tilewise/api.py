@@ -100,8 +100,8 @@ def attention_with_lse(
     torch.Size([1, 2, 6])
     """
     x = _unpacked(Inputs(q, k, v, bias, alibi, sink), ragged)
-    learned = scale if isinstance(scale, Tensor) else None
-    options = Options(mask, None if learned is not None else scale, softcap, None, positions, ragged, deterministic)
+    learned, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+    options = Options(mask, number, softcap, None, positions, ragged, deterministic)
     partial = compute(x, options, learned, (dropout, seed), backend)
     return partial if ragged is None else Partial(partial.o[0], partial.lse[0])
 

@@ -3,6 +3,7 @@ when an operator executes, so this file imports no backend. An ordinary eager ca
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,7 +96,7 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
 
 def _plain(x: Inputs[Tensor]) -> bool:
     """Whether these are tensors as such, and no mode or tracer wants to see operators."""
-    return all(type(t) in (Tensor, Parameter) for _, t in x.present()) and not _watched()
+    return all(type(t) in (Tensor, Parameter) and not t.is_neg() for _, t in x.present()) and not _watched()
 
 
 def _watched() -> bool:
@@ -107,30 +108,49 @@ def _watched() -> bool:
 _plans: dict[Any, Plan] = {}
 """Plans of calls without arrays, by everything that they depend on."""
 
-MOST_PLANS = 4096
+_lent: dict[Any, tuple[Plan, list[Any]]] = {}
+"""Plans of calls whose arrays a device holds, with weak references to these, the oldest first."""
+
+MOST_PLANS, MOST_LENT = 4096, 16
 
 
 def plan_of(x: Inputs[Tensor], wire: Wire) -> Plan:
-    """How a call runs. Of what a caller may repeat, shapes and options, a plan is made once; one with arrays anew each time,
-    for what these hold may have changed. A seed changes no plan, only its problem."""
+    """How a call runs. What a caller may repeat, shapes and options, is planned once, and so are arrays on a device that come
+    again unchanged, as offsets do from layer to layer; a point test may answer differently each time. A seed changes no plan,
+    only its problem."""
     from . import backends
 
     seeds = 1 if drops(wire.text) else 0
-    if len(wire.arrays) > seeds:
-        request = Request.decode(wire)
-        return backends.make_plan(request.problem(x), request.backend)
+    arrays = wire.arrays[: len(wire.arrays) - seeds]
     shapes = [None if t is None else (t.shape, t.dtype) for t in (x.q, x.k, x.v, x.bias, x.alibi, x.sink)]
-    key = (wire.text, *wire.ints, *wire.floats, x.q.device, *shapes)
-    plan = _plans.get(key)
-    if plan is None or seeds:
-        request = Request.decode(wire)
-    if plan is None:
+    key: Any = (wire.text, *wire.ints, *wire.floats, x.q.device, *shapes)
+    if "where" in wire.text or any([a.device != x.q.device or a.is_cpu or a.is_inference() for a in arrays]):  # noqa: C419
+        key = None
+    elif arrays:
+        key = (*key, *[(id(a), a._version) for a in arrays])
+        plan, held = _lent.get(key, (None, []))
+        plan = plan if all([ref() is a for ref, a in zip(held, arrays, strict=False)]) else None  # noqa: C419
+    else:
+        plan = _plans.get(key)
+    if key is not None and plan is not None and not seeds:
+        return plan
+    request = Request.decode(wire)
+    if key is None or plan is None:
+        plan = backends.make_plan(request.problem(x), request.backend)
+        _keep(key, plan, arrays)
+    return replace(plan, problem=replace(plan.problem, dropout=request.dropout())) if seeds else plan
+
+
+def _keep(key: Any, plan: Plan, arrays: Sequence[Tensor]) -> None:
+    """Keep a plan under its key, if it has one."""
+    if key is not None and arrays:
+        if len(_lent) >= MOST_LENT:
+            _lent.pop(next(iter(_lent)), None)
+        _lent[key] = plan, [weakref.ref(a) for a in arrays]
+    elif key is not None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = backends.make_plan(request.problem(x), request.backend)
-    if seeds:
-        return replace(plan, problem=replace(plan.problem, dropout=request.dropout()))
-    return plan
+        _plans[key] = plan
 
 
 def launch(plan: Plan, x: Inputs[Tensor]) -> Partial:
@@ -173,7 +193,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         o, lse, *tensors = ctx.saved_tensors[: 2 + len(NAMES)]
-        do = torch.zeros_like(o) if do is None else do
+        do = torch.zeros_like(o) if do is None else do.resolve_neg()
+        dlse = None if dlse is None else dlse.resolve_neg()
         present = [name for name, t in zip(NAMES, tensors, strict=True) if t is not None]
         needs = [need for need, t in zip(ctx.needs_input_grad[2:], tensors, strict=True) if t is not None]
         if torch.is_grad_enabled() or _watched():

@@ -1,5 +1,5 @@
-"""Kernels in Triton, for every GPU that it supports: any head size, mask and score, every gradient, no atomics. Triton itself is
-imported only by what runs or plans."""
+"""Kernels in Triton, for every GPU that it supports: any head size, mask and score, every gradient, no atomics. Triton itself
+is imported only by what runs or plans."""
 
 from __future__ import annotations
 

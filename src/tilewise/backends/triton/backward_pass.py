@@ -35,7 +35,6 @@ from .steps import (
     zeros,
 )
 from .tape import Tape, repeat
-from .visits import lists
 from .walk import count_of, interval, lists_at, tile_of, visits_of_cols, visits_of_rows, widened
 
 ROWS = 128
@@ -54,7 +53,8 @@ def backward(
     if p.b == 0 or p.n == 0 or p.s == 0:
         nothing = {name: torch.zeros_like(getattr(x, name), memory_format=torch.contiguous_format) for name in needs}
         if "sink" in needs and grads.lse is not None:
-            nothing["sink"] = grads.lse.sum((0, 2)).to(sink_dtype)  # lse is the sink itself
+            total = grads.lse.sum((0, 2)).to(sink_dtype)  # lse is the sink itself
+            nothing["sink"] = total.masked_fill(x.sink == -torch.inf, 0)
         return replace(x, **nothing)
     call = Call.of(p, x, config)
     o, do = readable(saved.o), readable(grads.o)
@@ -69,8 +69,8 @@ def backward(
     if "bias" in needs:
         found["bias"] = bias_gradient(call, do, stats)
     if "sink" in needs:
-        share = torch.exp(call.sink(stats.dtype)[:, None] - saved.lse)  # with a sink, lse is never -inf
-        found["sink"] = -(share * stats[1, ..., : p.n]).sum((0, 2)).to(sink_dtype)
+        parts = torch.exp(call.sink(stats.dtype)[:, None] - saved.lse) * stats[1, ..., : p.n]
+        found["sink"] = -torch.where(saved.lse == -torch.inf, 0, parts).sum((0, 2)).to(sink_dtype)
     return replace(x, **{name: found[name] for name in needs})
 
 
@@ -101,7 +101,7 @@ def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool) -> tuple[Tensor, Ten
 
     def record(tape: Tape) -> None:
         for sizes, grid in call.passes(main, p.b * p.h, p.n, "M"):
-            slabs, (by_rows, _) = call.slabs(do, sizes), lists(p, call.sight, sizes.shape)
+            slabs, (by_rows, _) = call.slabs(do, sizes), call.lists(sizes)
             args = (*slabs, stats, stats.shape[3], out, dslope, note, *call.options, *call.tail(by_rows), p.b)
             launch(dq_kernel, grid, args, (call.variant(sizes),), sizes, (*call.kinds, slopes), tape)
 
@@ -118,7 +118,7 @@ def dk_dv(call: Call, do: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
 
     def record(tape: Tape) -> None:
         for sizes, grid in call.passes(main, p.b * p.g, p.s, "N"):
-            slabs, (_, by_cols) = call.slabs(do, sizes), lists(p, call.sight, sizes.shape)
+            slabs, (_, by_cols) = call.slabs(do, sizes), call.lists(sizes)
             args = (*slabs, stats, stats.shape[3], dk, dv, note, *call.options, *call.tail(by_cols), p.b)
             launch(dk_dv_kernel, grid, args, (call.variant(sizes),), sizes, call.kinds, tape)
 

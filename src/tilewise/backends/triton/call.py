@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from .config import Config, Launch
 from .launch import readable, rows
 from .refusals import interpreting
 from .variant import Variant, slabs, variant
-from .visits import Lists, Sight, look
+from .visits import Lists, Sight, lists, look
 
 LOG2_E = 1.4426950408889634
+
+LEAST = 2.0**-100
+"""The smallest scale that is multiplied after the fact: one that float32 took for 0 would make NaN of -inf."""
 
 WORD = 2**32
 
@@ -38,9 +42,7 @@ class Call:
     @classmethod
     def of(cls, problem: Problem, x: Inputs[Tensor], config: Config) -> Call:
         q, k, v = readable(x.q), readable(x.k), readable(x.v)
-        sight = config.known.get("sight") or look(problem, x.q)
-        if sight.first is None:  # no arrays: it is the same the next time
-            config.known["sight"] = sight
+        sight = remember(config.known, "sight", x.q, lambda: look(problem, x.q))
         return cls(problem, Inputs(q, k, v, x.bias, x.alibi, x.sink), config, sight)
 
     def sink(self, dtype: torch.dtype) -> Tensor:
@@ -77,7 +79,7 @@ class Call:
         double = p.dtype == "float64"
         return variant(
             *slabs(p.d), *slabs(p.e), p.d, p.e, sight.kind, sight.kind == "INTERVAL" and sight.first is None,
-            x.bias is not None, x.alibi is not None, p.dropout is not None, not (added or double) and p.score.scale > 0,
+            x.bias is not None, x.alibi is not None, p.dropout is not None, not (added or double) and p.score.scale >= LEAST,
             p.score.softcap is not None, self.config.hides, sizes.noted > 0, sizes.apart or sight.kind == "NONE", sizes.noted,
             1.0 if double else LOG2_E, tl.float64 if double else tl.float32, precision(p.dtype),
             p.dtype == "bfloat16" and interpreting(), sizes.block_m, sizes.block_n, sizes.stages,
@@ -110,7 +112,8 @@ class Call:
         if isinstance(drop.seed, Tensor):
             seed = drop.seed.to(self.x.q.device, torch.int64)
         else:
-            seed = torch.full((1,), drop.seed, dtype=torch.int64, device=self.x.q.device)
+            signed = (drop.seed + WORD**2 // 2) % WORD**2 - WORD**2 // 2
+            seed = torch.full((1,), signed, dtype=torch.int64, device=self.x.q.device)
         return seed, min(drop.threshold, WORD - 1), drop.scale
 
     def _positions(self) -> tuple[Any, ...]:
@@ -124,6 +127,11 @@ class Call:
         j = k.position.expand(p.b, p.s).contiguous()
         return i, j, sequence, p.n, p.s
 
+    def lists(self, sizes: Launch) -> tuple[Lists, Lists]:
+        """The visits of blocks of query rows and of blocks of keys."""
+        make = partial(lists, self.problem, self.sight, sizes.shape)
+        return remember(self.config.known, sizes.shape, self.x.q, make)
+
     def tail(self, lists: Lists) -> tuple[Any, ...]:
         """order_ptr … group: the visits of each block, and the axes."""
         p, count, order = self.problem, lists.count, lists.order
@@ -131,12 +139,25 @@ class Call:
         return order, count, b, h, 0 if order is None else order.shape[3], p.n, p.s, p.h, p.group
 
 
+def remember(known: dict[Any, Any], what: Hashable, like: Tensor, make: Callable[[], Any]) -> Any:
+    """What `make` finds out about a plan, once for each stream, since nothing waits for what another stream computes. A graph
+    that is being captured finds out for itself, so that a replay looks again."""
+    if not like.is_cuda:
+        key = what
+    elif torch.cuda.is_current_stream_capturing():
+        return make()
+    else:
+        key = (what, torch._C._cuda_getCurrentRawStream(like.device.index))
+    found = known.get(key)
+    if found is None:
+        found = known[key] = make()
+    return found
+
+
 def precision(dtype: str) -> str:
     """How float32 operands are multiplied: each as three products of tf32 numbers on the tensor cores, which keeps float32's
-    accuracy; in one of them if `torch.set_float32_matmul_precision` says that fewer bits will do; and in IEEE steps without
-    tensor cores where torch.backends.cuda.matmul.fp32_precision is "ieee", or where there is nothing else."""
+    accuracy; in one of them where torch.backends.cuda.matmul.fp32_precision (or `torch.set_float32_matmul_precision`) says
+    that fewer bits will do; and without tensor cores where it says "ieee", or where there is nothing else."""
     if dtype != "float32" or torch.version.hip:
         return "ieee"
-    if torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "ieee" if torch.backends.cuda.matmul.fp32_precision == "ieee" else "tf32x3"
+    return {"none": "tf32x3", "ieee": "ieee"}.get(str(torch.backends.cuda.matmul.fp32_precision), "tf32")

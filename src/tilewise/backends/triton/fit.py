@@ -35,23 +35,21 @@ def fitted(launch: Launch, name: str, machine: Machine, itemsize: int, head: tup
             launch = replace(launch, block_n=n // 2)
         else:
             launch = replace(launch, block_m=m // 2)
-    few = launch.block_m * launch.block_n <= 512  # elements, for which many warps would do the same work twice
+    few = launch.block_m * launch.block_n <= 256  # elements, for which many warps would do the same work twice
     return replace(launch, warps=min(launch.warps, 4)) if few else launch
 
 
 def relieved(launch: Launch, name: str, machine: Machine, itemsize: int, head: tuple[int, int]) -> Launch:
-    """A pass's sizes with more warps, then fewer own rows, until its sums, weights and operands fit in registers, where products
-    take them from there. (Newer ones read shared memory, and a Blackwell's add up in a memory of their own.)"""
+    """A pass's sizes with more warps, then fewer own rows, until its sums, weights and operands take half the registers, where
+    products take them from there. (Newer ones read shared memory, and a Blackwell's add up in a memory of their own.)"""
     if itemsize > 2 or machine.name in ("cuda90", "cuda100", "cuda103") or machine.name.startswith("hip"):
         return launch
     while True:
         m, n, d, e = launch.block_m, launch.block_n, padded(head[0]), padded(head[1])
         sums = {"forward": m * e, "dq": m * d, "dk_dv": n * (d + e), "dbias": m * n}[name]
         own = {"forward": m * d, "dq": m * (d + e), "dk_dv": n * (d + e), "dbias": 0}[name]
-        weights = (
-            m * n * (3 if name == "forward" else 6)
-        )  # scores in float32 and weights in half that; backward has two of each
-        if (sums + own // 2 + weights // 2) // (32 * launch.warps) <= 160:
+        weights = m * n * (3 if name == "forward" else 6)  # halves: a score and a weight; two of each in backward
+        if (sums + own // 2 + weights // 2) // (32 * launch.warps) <= 128:
             return launch
         if launch.warps < 8:
             launch = replace(launch, warps=2 * launch.warps)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +35,6 @@ from .steps import (
     zeros,
 )
 from .tape import Named, Tape, repeat
-from .visits import lists
 from .walk import count_of, hide, interval, lists_at, tile_of, visits_of_rows, widened
 
 
@@ -44,6 +45,7 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     if p.s == 0 or lse.numel() == 0:
         return Partial(o.zero_(), lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
     note = config.note(x.q, p.b * p.h * triton.cdiv(p.n, config.forward.block_m))
+    x = x if x.sink is None else replace(x, sink=x.sink.contiguous())
     names = {"q": x.q, "k": x.k, "v": x.v, "sink": x.sink, "o": o, "lse": lse, "note": note}
     repeat(config.known, "forward", [x.q, x.k, x.v], names, lambda tape: _forward(Call.of(p, x, config), names, tape))
     return Partial(o, lse)
@@ -52,11 +54,10 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
 def _forward(call: Call, t: Named, tape: Tape) -> None:
     """The launches of `forward`, from and into the tensors `t`."""
     p, x, config = call.problem, call.x, call.config
-    sink = None if x.sink is None else x.sink.contiguous()
     for sizes, grid in call.passes(config.forward, p.b * p.h, p.n, "M"):
         q, k, v = rows(x.q, sizes.block_m), rows(x.k, sizes.block_n), rows(x.v, sizes.block_n)
-        by_rows, _ = lists(p, call.sight, sizes.shape)
-        args = (*q, *k, *v, t["o"], t["lse"], t["note"], sink, *call.options, *call.tail(by_rows), p.b)
+        by_rows, _ = call.lists(sizes)
+        args = (*q, *k, *v, t["o"], t["lse"], t["note"], x.sink, *call.options, *call.tail(by_rows), p.b)
         launch(forward_kernel, grid, args, (call.variant(sizes),), sizes, call.kinds, tape)
 
 

@@ -29,7 +29,7 @@ kernel = triton.jit(
     do_not_specialize="threshold bias_b bias_h bias_n bias_s alibi_b i_b j_b row_b left right table_b table_h table_n table_s"
     " list_b list_h width n s h b group padded heads terms share".split(),
     do_not_specialize_on_alignment="bias_ptr alibi_ptr sink_ptr seed_ptr i_ptr j_ptr r_ptr first_ptr past_ptr table_ptr"
-    " order_ptr count_ptr dlse_ptr".split(),
+    " order_ptr count_ptr lse_ptr dlse_ptr".split(),
 )
 """What makes a kernel of a function. No number is specialised on, so that a new length needs no new compilation, nor is the
 alignment of arrays that others made."""
@@ -114,7 +114,8 @@ def _weigh(w, x, acc, seen, C: tl.constexpr):
     """A product multiplies, and 0·NaN is NaN: so a CAREFUL kernel takes what is not finite out of x and finds, by products of
     indicators, to which entries a seen pair brings an infinity or a NaN."""
     if C.CAREFUL:
-        up, down, nan = x == float("inf"), x == float("-inf"), x != x
+        y = operand(x, C)
+        up, down, nan = y == float("inf"), y == float("-inf"), y != y
         plus = (_meet(seen & (w > 0), up) + _meet(seen & (w < 0), down)) > 0
         minus = (_meet(seen & (w > 0), down) + _meet(seen & (w < 0), up)) > 0
         neither = (_meet(seen, nan) + _meet(seen & ((w == 0) | (w != w)), up | down)) > 0
@@ -228,13 +229,11 @@ def through_cap(ds, x, score, C: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh, right to the last bits of float32 also near 0, where 1 − 2 / (exp(2x) + 1) cancels. Source: Cephes, tanhf."""
-    y = 1 - 2 / (tl.exp(x * 2) + 1)
-    if x.dtype == tl.float32:
-        z = x * x
-        tail = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
-        y = tl.where(tl.abs(x) < 0.625, (tail - 3.33332819422e-1) * z * x + x, y)
-    return y
+    """tanh, right to the last bits also near 0, where 1 − 2 / (exp(2x) + 1) cancels. Source: Cephes, tanh."""
+    z = x * x
+    p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
+    q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+    return tl.where(tl.abs(x) < 0.625, x + x * z * (p / q), 1 - 2 / (tl.exp(x * 2) + 1))
 
 
 @triton.jit
@@ -278,6 +277,8 @@ def recompute(qk, dp, stats, i, j, first, past, options, n, s, C: tl.constexpr, 
     seen = x != float("-inf")
     if C.BIAS or not FULL:
         ds = tl.where(seen, ds, 0.0)
+    if C.CAREFUL:  # a row whose lse is NaN has weights of NaN everywhere
+        weights = tl.where(seen, weights, 0.0)
     return weights, ds, seen
 
 

@@ -41,9 +41,10 @@ class Tape:
     """The launches of one pass on the tensors `names`. `whole`: they are complete, and nothing else went into them."""
 
     def __init__(self, names: Named) -> None:
-        self.names = {id(t): name for name, t in names.items() if t is not None}
+        given = [(id(t), name) for name, t in names.items() if t is not None]
+        self.names = dict(given)
         self.steps: list[Step] = []
-        self.whole = True
+        self.whole = len(self.names) == len(given)  # one tensor under two names would be taken for one of them
 
     def add(self, found: Any, grid: int, args: tuple[Any, ...]) -> None:
         """Remember one launch of a compiled kernel; None: it is being compiled."""
@@ -87,8 +88,7 @@ class Tape:
 def repeat(known: dict[Any, Any], kind: str, given: list[Tensor], names: Named, record: Callable[[Tape], None]) -> None:
     """Play the tape of a pass if tensors laid out like `given` have been through it before; else `record` it, which runs it.
     `known` is what holds for all calls of a plan."""
-    float32 = given[0].dtype == torch.float32  # whose products follow torch's own settings
-    modes = (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision) if float32 else None
+    modes = torch.backends.cuda.matmul.fp32_precision if given[0].dtype == torch.float32 else None  # products follow it
     key = (kind, modes, *[(t.stride(), t.data_ptr() % 16, t.dtype) for t in given])
     tape = known.get(key)
     if tape is not None and unwatched():
@@ -130,5 +130,5 @@ def _map(meta: Any, rows: Rows) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """How the copy engine's map of a descriptor is made, all but the address."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as codes
 
-    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
     return fill, (meta["swizzle"], meta["elem_size"], codes[meta["elem_type"]], meta["block_size"], rows.shape, rows.strides, 0)

@@ -165,7 +165,7 @@ def survey_kernel(
     ptr = table_ptr + b * table_b + head * table_h + i * table_n + j * table_s
     seen = (first <= j) & (j < past) & (tl.load(ptr, mask=inside, other=0) != 0) & inside
     some = tl.max(seen.to(tl.int32))
-    every = tl.min((seen | (i >= n)).to(tl.int32))
+    every = tl.min(seen.to(tl.int32))
     tl.store(kind_ptr + pid, some + some * every)
 
 
@@ -185,7 +185,7 @@ def survey_cols_kernel(
         past = tl.load(past_ptr + b * n + i, mask=i < n, other=s)
         sees = (i < n) & (tl.maximum(first, col) < tl.minimum(past, end))
         some = tl.max(sees.to(tl.int32))
-        every = tl.min(((first <= col) & (past >= end)).to(tl.int32))
+        every = tl.min(((i < n) & (first <= col) & (past >= end)).to(tl.int32))
         lo, hi = tl.where(some > 0, tl.minimum(lo, block), lo), tl.where(some > 0, block + 1, hi)
         full_lo = tl.where(every > 0, tl.minimum(full_lo, block), full_lo)
         full_hi, full = tl.where(every > 0, block + 1, full_hi), full + every

@@ -32,6 +32,7 @@ def hide(x, mask, first, past, i, j, n, s, C: tl.constexpr):
         keep = (i + mask[2] <= j) & (j < i + mask[3]) & (j < s)
     else:
         keep = (first <= j) & (j < past)
+    keep &= i < n  # rows past the end see nothing, whatever a key holds
     if C.MASK == "TABLE":
         ptr, row, col = mask[4]
         seen = tl.load(ptr + i * row + j * col, mask=(i < n) & (j < s), other=0)
@@ -57,11 +58,11 @@ def visits_of_rows(mask, lists, first, past, rows, n, s, C: tl.constexpr):
 
 @triton.jit
 def visits_of_cols(mask, lists, col, n, s, C: tl.constexpr):
-    """The blocks of query rows that visit the key tile which starts at `col`. Rows past the end bring nothing."""
+    """The blocks of query rows that visit the key tile which starts at `col`. One that ends past the last row is PARTIAL."""
     order, count = lists
     last = tl.cdiv(n, C.BLOCK_M)
     if C.MASK == "NONE":
-        visits = (last * 0, last * 0, last, last, order)
+        visits = (last * 0, last * 0, n // C.BLOCK_M, last, order)
     elif C.MASK == "TABLE" or not C.BAND:
         visits = counted(order, count)
     else:
@@ -69,8 +70,7 @@ def visits_of_cols(mask, lists, col, n, s, C: tl.constexpr):
         lo = tl.minimum(tl.maximum(col + 1 - right, 0) // C.BLOCK_M, last)
         hi = tl.maximum(tl.cdiv(tl.minimum(tl.maximum(past - left, 0), n), C.BLOCK_M), lo)
         full_lo = tl.minimum(tl.cdiv(tl.maximum(past - right, 0), C.BLOCK_M), hi)
-        below = tl.maximum(col + 1 - left, 0)
-        full_hi = tl.maximum(tl.where(below >= n, last, below // C.BLOCK_M), full_lo)
+        full_hi = tl.maximum(tl.minimum(tl.maximum(col + 1 - left, 0), n) // C.BLOCK_M, full_lo)
         visits = (lo, full_lo, full_hi, hi, order)
     return visits
 

@@ -1,0 +1,227 @@
+"""What is particular to the triton backend: what the conformance suite does not ask. Kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import ops, testing
+from tilewise.problem import Inputs, Options
+from tilewise.request import Request
+
+pytest.importorskip("triton")
+from tilewise.backends.triton import tape
+from tilewise.backends.triton.call import precision
+from tilewise.backends.triton.variant import slabs
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's own, where the interpreter multiplies infinities
+NAN, INF = math.nan, math.inf
+
+
+def tensors(n=20, s=64, h=2, g=1, d=16, e=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((1, n, h, d), (1, s, g, d), (1, s, g, e))
+    return Inputs(*(torch.randn(size, generator=generator).to(dtype) for size in sizes))
+
+
+def everything(x, options):
+    """o, lse and the gradient of each input."""
+    leaves = x.map(lambda t: t.clone().requires_grad_())
+    o, lse = testing.api.compute(leaves, options, backend="triton")
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (torch.randn(t.shape, generator=generator).to(t) for t in (o, lse))
+    return o, lse, *torch.autograd.grad((o, lse), [t for _, t in leaves.present()], (do, dlse))
+
+
+def cache(x):
+    """A cache whose keys past position 14 hold garbage."""
+    x.k[:, 15:] = x.v[:, 15:] = NAN
+    return x, Options(tw.Causal(), positions=(tw.Positions(20, start=-5), tw.Positions(64)))
+
+
+def above_the_diagonal(x):
+    x.k[0, 30] = NAN
+    return x, Options(tw.Causal("top-left"))
+
+
+def behind_a_bias(x):
+    x.bias = torch.zeros(1, 1, 1, 64, dtype=x.q.dtype)
+    x.bias[..., 30] = -INF
+    x.v[0, 30] = INF
+    return x, Options()
+
+
+def behind_a_table(x):
+    x.k[0, 7], x.v[0, 9] = NAN, -INF
+    seen = torch.ones(20, 64, dtype=torch.bool)
+    seen[:, [7, 9]] = False
+    return x, Options(tw.Where(seen))
+
+
+def padding(x):
+    x.k[0, 50:] = x.v[0, 50:] = NAN
+    return x, Options(tw.Lengths([50]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spoil", [cache, above_the_diagonal, behind_a_bias, behind_a_table, padding])
+def test_what_hidden_pairs_hold_reaches_nothing(spoil, dtype):
+    x, options = spoil(tensors(dtype=dtype))
+    clean = x.map(lambda t: t if t is x.bias else torch.where(t.isfinite(), t, 1.0))
+    for mine, right in zip(everything(x, options), everything(clean, options), strict=True):
+        assert testing.agree(mine, right)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_visible_nan_reaches_what_sees_it_and_nothing_else(name):
+    x = tensors(n=20, s=20, h=1)
+    getattr(x, name)[0, 5] = NAN
+    mine, theirs = ([], [])
+    for found, backend in ((mine, "triton"), (theirs, "torch")):
+        leaves = x.map(lambda t: t.clone().requires_grad_())
+        o, lse = tw.attention_with_lse(leaves.q, leaves.k, leaves.v, mask=tw.Causal(), backend=backend)
+        o.sum().backward()
+        found += [o, lse, *(t.grad for _, t in leaves.present())]
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-46, -1e-46, -0.3, 7.0])
+def test_any_scale(scale):
+    testing.assert_right(tensors(), Options(tw.Causal(), scale), "triton")
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0, 1e8])
+def test_a_softcap_of_float64_keeps_its_digits(cap):
+    testing.assert_right(tensors(dtype=torch.float64), Options(tw.Causal(), softcap=cap), "triton")
+
+
+@pytest.mark.parametrize("d, e", [(80, 24), (17, 16), (72, 200), (1, 100)])
+def test_head_sizes_between_powers_of_two(d, e):
+    testing.assert_right(tensors(d=d, e=e), Options(tw.Causal()), "triton")
+
+
+def test_slabs_cover_every_head_size_with_the_least():
+    for size in range(1, 513):
+        first, second = slabs(size)
+        assert first + second >= size and first & (first - 1) == 0 and second & (second - 1) == 0 and first >= 16
+        assert first + second <= max(16, 1 << (size - 1).bit_length())
+    assert [slabs(x) for x in (64, 80, 96, 192, 512)] == [(64, 0), (64, 16), (64, 32), (128, 64), (512, 0)]
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    lambda t: torch.stack([t, t], -1)[..., 0],
+    lambda t: torch.nn.functional.pad(t, (3, 2))[..., 3:-2],
+    lambda t: t[:, :1].expand_as(t),
+    lambda t: torch._neg_view(-t),  # pyright: ignore[reportPrivateImportUsage]
+])  # fmt: skip
+def test_any_strides(change):
+    x = tensors().map(change)
+    testing.assert_right(x, Options(tw.Causal()), "triton")
+
+
+def test_an_upstream_gradient_with_the_negative_bit():
+    x = tensors().map(lambda t: t.requires_grad_())
+    o = tw.attention(x.q, x.k, x.v, backend="triton")
+    do = torch.complex(torch.randn(o.shape), torch.randn(o.shape)).conj().imag
+    found = torch.autograd.grad(o, x.q, do, retain_graph=True)[0]
+    assert torch.equal(found, torch.autograd.grad(o, x.q, do.resolve_neg())[0])
+
+
+def test_a_sink_of_minus_infinity_takes_nothing():
+    x = tensors(n=64, s=20, h=2)
+    x.sink = torch.tensor([-INF, 0.5], requires_grad=True)
+    tw.attention(x.q, x.k, x.v, mask=tw.Causal(), sink=x.sink, backend="triton").sum().backward()
+    assert x.sink.grad is not None and x.sink.grad[0] == 0 and x.sink.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("seed", [3, -5, 2**63 - 1, torch.tensor(2**63 + 5, dtype=torch.uint64)])
+@pytest.mark.parametrize("ragged", [None, tw.Ragged.from_lengths([3, 0, 11, 6], [20, 4, 30, 10])])
+def test_dropout_is_that_of_every_backend(seed, ragged):
+    x = tensors(h=4, g=2)
+    mine, theirs = (
+        testing.api.compute(x, Options(tw.Causal(), ragged=ragged), None, (0.4, seed), name).o for name in ("triton", "torch")
+    )
+    assert testing.agree(mine, theirs)
+
+
+@pytest.mark.parametrize("setting, expected", [("none", "tf32x3"), ("ieee", "ieee"), ("tf32", "tf32")])
+def test_how_float32_is_multiplied(setting, expected):
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = setting
+        assert precision("float32") == expected and precision("bfloat16") == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+# ---- tapes
+
+
+def compiled(log):
+    """A compiled kernel that notes how it is launched."""
+    return SimpleNamespace(run=lambda *args: log.append(args), function=None, packed_metadata=None, metadata=SimpleNamespace())
+
+
+def played(recorded, other, monkeypatch):
+    """What a tape of a launch on the tensors `recorded` launches on the tensors `other`; None if it is not whole."""
+    log = []
+    monkeypatch.setattr(tape.torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(tape.torch.cuda, "current_device", lambda: 0)
+    made = tape.Tape(recorded)
+    made.add(compiled(log), 7, (tape.Rows(recorded["q"], [1], [1], [1]), recorded["o"], 3, None))
+    if not made.whole:
+        return None
+    made.play(other)
+    return log[0][9:]
+
+
+def test_a_tape_plays_on_other_tensors(monkeypatch):
+    first, second = ({"q": torch.zeros(1), "o": torch.zeros(1)} for _ in range(2))
+    launched = played(first, second, monkeypatch)
+    assert launched is not None
+    rows, o, number, nothing = launched
+    assert rows.base is second["q"] and o is second["o"] and (number, nothing) == (3, None)
+
+
+def test_a_tape_of_one_tensor_under_two_names_is_not_kept(monkeypatch):
+    x = torch.zeros(1)
+    assert played({"q": x, "o": x}, {}, monkeypatch) is None
+
+
+def test_a_tape_into_which_another_tensor_went_is_not_kept(monkeypatch):
+    known, other = torch.zeros(1), torch.zeros(1)
+    made = tape.Tape({"q": known})
+    made.add(compiled([]), 1, (other,))
+    assert not made.whole
+
+
+# ---- plans are kept
+
+
+def plan(x, mask, **options):
+    return ops.plan_of(x, Request(Options(mask, **options)).encode())
+
+
+def test_a_plan_is_made_once_for_what_it_depends_on():
+    x = tensors()
+    assert plan(x, tw.Causal()) is plan(x, tw.Causal())
+    others = [plan(x, tw.Window(3)), plan(x, tw.Causal(), scale=0.5), plan(x.map(torch.Tensor.double), tw.Causal())]
+    assert all(other is not plan(x, tw.Causal()) for other in others)
+
+
+def test_a_plan_with_arrays_or_a_function_looks_again():
+    x, lengths = tensors(), np.array([50])
+    before = tw.attention(x.q, x.k, x.v, mask=tw.Lengths(lengths))
+    lengths[0] = 9
+    assert not torch.equal(before, tw.attention(x.q, x.k, x.v, mask=tw.Lengths(lengths)))
+    limit = [50]
+    mask = tw.Where(lambda b, h, i, j: j + 0 * i < limit[0])
+    before = tw.attention(x.q, x.k, x.v, mask=mask)
+    limit[0] = 9
+    assert not torch.equal(before, tw.attention(x.q, x.k, x.v, mask=mask))
