@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Inputs, Problem
-from .config import Config, Launch
+from .config import Config
 from .launch import readable, rows
 from .refusals import interpreting
+from .sizes import Launch
 from .variant import Variant, slabs, variant
 from .visits import Lists, Sight, lists, look
 

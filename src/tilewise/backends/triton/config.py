@@ -14,27 +14,9 @@ from ...positions import Dense
 from ...problem import Problem
 from ...tiles import TileShape
 from .fit import all_fitted
-from .sizes import CAREFUL, SIZES, TABLE
+from .sizes import CAREFUL, SIZES, TABLE, Launch, Machine
 from .store import preferred
 from .variant import padded
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel's sizes."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    apart: bool = True
-    """FULL tiles have a loop of their own, without a mask; else all tiles share one, which takes fewer registers."""
-    noted: int = 0
-    """For a CAREFUL kernel: rows, or keys, of the blocks that were noted."""
-
-    @property
-    def shape(self) -> TileShape:
-        return TileShape(self.block_m, self.block_n)
 
 
 @dataclass(frozen=True)
@@ -62,18 +44,6 @@ class Config:
     def note(self, like: Tensor, blocks: int) -> Tensor | None:
         """Room for one mark a block whose sums came out broken, where that can be a hidden pair's doing; see `Call.passes`."""
         return torch.empty(blocks, dtype=torch.int8, device=like.device) if self.hides else None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a choice of sizes depends on: "cuda90" or "hip942", and bytes of shared memory that one program may use."""
-
-    name: str
-    shared_bytes: int
-
-    @property
-    def hopper(self) -> bool:
-        return self.name == "cuda90"
 
 
 def configure(problem: Problem) -> Config:

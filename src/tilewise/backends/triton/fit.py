@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from .sizes import Launch, Machine
 from .variant import padded
-
-if TYPE_CHECKING:
-    from .config import Launch, Machine
 
 PASSES = ("forward", "dq", "dk_dv", "dbias")
 LEAST = 16

@@ -13,8 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .config import Launch
 from .refusals import interpreting
+from .sizes import Launch
 from .tape import Rows, Tape, unwatched
 from .variant import slabs
 

@@ -3,6 +3,41 @@ Measured on one H200; other devices take them as far as they fit."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ...tiles import TileShape
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's sizes."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    apart: bool = True
+    """FULL tiles have a loop of their own, without a mask; else all tiles share one, which takes fewer registers."""
+    noted: int = 0
+    """For a CAREFUL kernel: rows, or keys, of the blocks that were noted."""
+
+    @property
+    def shape(self) -> TileShape:
+        return TileShape(self.block_m, self.block_n)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice of sizes depends on: "cuda90" or "hip942", and bytes of shared memory that one program may use."""
+
+    name: str
+    shared_bytes: int
+
+    @property
+    def hopper(self) -> bool:
+        return self.name == "cuda90"
+
+
 Sizes = tuple[int, int, int, int]
 Table = tuple[tuple[int, tuple[Sizes, Sizes, Sizes, Sizes]], ...]
 

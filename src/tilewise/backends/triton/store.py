@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,8 @@ import triton
 from ...positions import Dense
 from ...problem import Problem
 from .fit import LEAST, PASSES
+from .sizes import Launch
 from .variant import padded
-
-if TYPE_CHECKING:
-    from .config import Launch
 
 FORMAT = 1
 """Of the file; one of another format is not read."""

@@ -21,9 +21,9 @@ from ...mask import Both, Causal, Full, Mask, Tile, Where, Window
 from ...positions import Dense
 from ...problem import Problem
 from ...tiles import TileShape
-from .config import Launch
 from .launch import launch
 from .refusals import LONGEST
+from .sizes import Launch
 from .steps import kernel
 
 FAR = LONGEST
