@@ -1,1 +1,1 @@
-"""tilewise under other libraries' names. Each module imports its library and nothing here imports the modules."""
+"""Other libraries' interfaces, by translation. A module imports the library whose interface it is, if it needs any."""
