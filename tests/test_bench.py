@@ -54,18 +54,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "cpu", there)
 
 
-@pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that is off by a thousandth."""
-    right = TORCH.forward
-
-    def off(*arguments):
-        o, lse = right(*arguments)
-        return Partial(o * 1.001, lse)
-
-    monkeypatch.setattr(TORCH, "forward", off)
-
-
 def _raise(error: BaseException) -> Any:
     raise error
 

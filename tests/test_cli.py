@@ -19,7 +19,7 @@ from tilewise.bench.machine import machine
 from tilewise.cli import app
 from tilewise.explain import tilemap
 from tilewise.mask import Causal, Window
-from tilewise.problem import Options, Partial
+from tilewise.problem import Options
 from tilewise.tiles import TileShape
 
 GRID = """\
@@ -40,18 +40,6 @@ TINY = Case("tiny", 2, 37, 41, 4, 2, 8, 5, options=Options(Causal() & Window(lef
 
 def tilewise(*arguments: object, width: int = 100) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": str(width)})
-
-
-@pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that is off by a thousandth."""
-    right = TORCH.forward
-
-    def off(*arguments):
-        o, lse = right(*arguments)
-        return Partial(o * 1.001, lse)
-
-    monkeypatch.setattr(TORCH, "forward", off)
 
 
 # mask

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ._errors import OptionError
 from .problem import NAMES, Inputs, Partial, Problem
-from .request import Request, Wire, drops, extras_of, on_host
+from .request import Request, Wire, drops, extras_of, named_inputs, on_host
 
 Plan = Any
 """A `backends.plan.Plan`, which this file passes on and never looks into but for its problem."""
@@ -39,7 +39,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """o "b n h e" and lse "b h n". `extras` are bias, alibi and sink where given; the rest is a `request.Wire`."""
     wire = Wire(list(arrays), list(ints), list(floats), text)
-    x = Inputs(q, k, v, **dict(zip(extras_of(text), extras, strict=True)))
+    x = named_inputs(text, q, k, v, extras)
     return tuple(launch(plan_of(x, wire), x))
 
 
@@ -65,7 +65,7 @@ def attention_backward(
     extras."""
     wire = Wire(list(arrays), list(ints), list(floats), text)
     o, lse, q, k, v, *extras = saved
-    x = Inputs(q, k, v, **dict(zip(extras_of(text), extras, strict=True)))
+    x = named_inputs(text, q, k, v, extras)
     wanted = _wanted(extras_of(text), needs)
     out = launch_backward(plan_of(x, wire), x, Partial(o, lse), Partial(*grads), wanted)
     return [getattr(out, name) for name in wanted]

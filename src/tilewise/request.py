@@ -3,7 +3,7 @@ symbolic under torch.compile, so lengths never end up in the text and a new leng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class Request:
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor]) -> Inputs[Tensor]:
         """The inputs under their names."""
-        return Inputs(q, k, v, **dict(zip(self.extras, extras, strict=True)))
+        return _under_names(self.extras, q, k, v, extras)
 
     def dropout(self) -> Dropout | None:
         """The pattern. A seed on the host is read; one on a device stays there, for reading it would wait."""
@@ -116,6 +116,15 @@ def extras_of(text: str) -> tuple[str, ...]:
     """The extras that a wire's text speaks of."""
     words = text.partition("|")[2].split()
     return tuple([word for word in words if word in EXTRAS])
+
+
+def named_inputs(text: str, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> Inputs[Tensor]:
+    """The inputs that a wire's text speaks of, under their names."""
+    return _under_names(extras_of(text), q, k, v, extras)
+
+
+def _under_names(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> Inputs[Tensor]:
+    return Inputs(q, k, v, **dict(zip(names, extras, strict=True)))
 
 
 def drops(text: str) -> bool:

@@ -21,11 +21,14 @@ from .config import Config
 from .dbias import bias_gradient
 from .launch import launch, readable, rows
 from .steps import (
+    block_of_rows,
     broken,
     distance,
     kernel,
     load,
     load_stats,
+    note,
+    noted,
     options_at,
     product,
     recompute,
@@ -35,7 +38,7 @@ from .steps import (
     zeros,
 )
 from .tape import Tape, repeat
-from .walk import count_of, interval, lists_at, tile_of, visits_of_cols, visits_of_rows, widened
+from .walk import count_of, interval, lists_at, tile_of, visits_of_cols, widened
 
 ROWS = 128
 """Query rows that the largest block has; blocks of every size divide it."""
@@ -183,16 +186,12 @@ def dq_block(at, block, slabs, stats, out, given, lists, sizes, C: tl.constexpr)
     """dq of one block of query rows of one head."""
     n, s, h, group = sizes
     dq_ptr, dslope_ptr, broken_ptr = out
-    b, head = at // h, at % h
-    options = options_at(b, head, given, C)
-    i = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    first, past = interval(options[3], i, n, s, C)
-    visits = visits_of_rows(options[3], lists_at(b, head, block, lists, C, True), first, past, i, n, s, C)
+    b, head, options, i, rows, visits = block_of_rows(at, block, given, lists, sizes, C)
     line = at.to(tl.int64) * n
     lse, total = load_stats(stats[0], at, i, stats[1], stats[2])
     q = load(slabs[0], b, head, block * C.BLOCK_M, C.BLOCK_M, C.D0, C.D1)
     do = load(slabs[3], b, head, block * C.BLOCK_M, C.BLOCK_M, C.E0, C.E1)
-    own, rows, stats = (q, do), (i[:, None], first[:, None], past[:, None]), (lse[:, None], total[:, None])
+    own, stats = (q, do), (lse[:, None], total[:, None])
     keys, key_head = (slabs[1], slabs[2]), head // group
     sums = (zeros(C.BLOCK_M, C.D0, C.D1, C.ACC), tl.zeros([C.BLOCK_M], C.ACC))
     if C.APART:
@@ -201,7 +200,7 @@ def dq_block(at, block, slabs, stats, out, given, lists, sizes, C: tl.constexpr)
         visits = widened(visits)
     dq, dslope = sweep_keys(sums, own, rows, stats, keys, b, key_head, options, visits, n, s, C, False)
     if C.HIDES and not C.CAREFUL:
-        tl.store(broken_ptr + at * tl.cdiv(n, C.BLOCK_M) + block, broken(dq, C.D1))
+        note(broken_ptr, at, block, n, broken(dq, C.D1), C.BLOCK_M)
     if dslope_ptr is not None:
         tl.store(dslope_ptr + line + i, dslope, mask=i < n)
     dq = scaled(dq, tl.full([C.BLOCK_M], given[0], C.ACC), C.D1)
@@ -230,7 +229,7 @@ def dq_kernel(
     if C.CAREFUL:
         for one in range(pid, b * h * blocks, tl.num_programs(0)):
             at, block = one // blocks, one % blocks
-            if tl.load(broken_ptr + at * tl.cdiv(n, C.NOTED) + block * C.BLOCK_M // C.NOTED) != 0:
+            if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
                 dq_block(at, block, slabs, stats, out, given, lists, sizes, C)
     else:
         dq_block(pid // blocks, blocks - 1 - pid % blocks, slabs, stats, out, given, lists, sizes, C)
@@ -285,7 +284,7 @@ def dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C: tl.constex
         sums = sweep_rows(sums, (k, v), cols, rows, b, head, options, visits, n, s, C, False)
     dk, dv = sums
     if C.HIDES and not C.CAREFUL:
-        tl.store(broken_ptr + at * tl.cdiv(s, C.BLOCK_N) + block, broken(dk, C.D1) | broken(dv, C.E1))
+        note(broken_ptr, at, block, s, broken(dk, C.D1) | broken(dv, C.E1), C.BLOCK_N)
     offset = (b.to(tl.int64) * s + cols) * g + key_head
     store(dk_ptr, scaled(dk, tl.full([C.BLOCK_N], given[0], C.ACC), C.D1), offset * C.D, cols < s, C.D, C.D0, C.D1)
     store(dv_ptr, dv, offset * C.E, cols < s, C.E, C.E0, C.E1)
@@ -314,7 +313,7 @@ def dk_dv_kernel(
     if C.CAREFUL:
         for one in range(pid, b * (h // group) * blocks, tl.num_programs(0)):
             at, block = one // blocks, one % blocks
-            if tl.load(broken_ptr + at * tl.cdiv(s, C.NOTED) + block * C.BLOCK_N // C.NOTED) != 0:
+            if noted(broken_ptr, at, block, s, C.BLOCK_N, C):
                 dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C)
     else:
         dk_dv_block(pid // blocks, pid % blocks, slabs, stats, out, given, lists, sizes, C)

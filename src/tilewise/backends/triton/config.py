@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...positions import Dense
 from ...problem import Problem
 from ...tiles import TileShape
 from .fit import all_fitted
 from .sizes import CAREFUL, SIZES, TABLE, Launch, Machine
 from .store import preferred
-from .variant import padded
+from .variant import kind_of, padded
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def configure(problem: Problem) -> Config:
     here = machine(p.device)
     sizes = preferred(p, here.name, sizes_of(here, p.itemsize, p.d, p.e, p.mask.kind))
     rows = p.b * p.h * p.n * p.lse_itemsize
-    hides = p.mask.kind != "NONE" or not isinstance(p.layout, Dense) or p.score.bias is not None
+    hides = kind_of(p) != "NONE" or p.score.bias is not None
     return Config(*sizes, workspace_bytes=rows * (3 if p.score.alibi is not None else 2), hides=hides)
 
 

@@ -20,13 +20,15 @@ from .launch import launch, rows
 from .steps import (
     absorb,
     absorb_sink,
+    block_of_rows,
     broken,
     finish,
     kept,
     kernel,
     load,
     logits,
-    options_at,
+    note,
+    noted,
     product,
     scaled,
     store,
@@ -35,7 +37,7 @@ from .steps import (
     zeros,
 )
 from .tape import Named, Tape, repeat
-from .walk import count_of, hide, interval, lists_at, tile_of, visits_of_rows, widened
+from .walk import count_of, hide, tile_of, widened
 
 
 def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
@@ -101,20 +103,15 @@ def fold(q, rows, keys, b, key_head, options, visits, n, s, C: tl.constexpr):
 
 
 @triton.jit
-def block_of_rows(at, block, slabs, out, sink_ptr, given, lists, sizes, C: tl.constexpr):
+def o_block(at, block, slabs, out, sink_ptr, given, lists, sizes, C: tl.constexpr):
     """One block of query rows of one head, from q to o and lse."""
     n, s, h, group = sizes
     o_ptr, lse_ptr, broken_ptr = out
-    b, head = at // h, at % h
-    options = options_at(b, head, given, C)
-    i = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    first, past = interval(options[3], i, n, s, C)
-    visits = visits_of_rows(options[3], lists_at(b, head, block, lists, C, True), first, past, i, n, s, C)
+    b, head, options, i, rows, visits = block_of_rows(at, block, given, lists, sizes, C)
     q = load(slabs[0], b, head, block * C.BLOCK_M, C.BLOCK_M, C.D0, C.D1)
-    rows = (i[:, None], first[:, None], past[:, None])
     m, l, acc = fold(q, rows, (slabs[1], slabs[2]), b, head // group, options, visits, n, s, C)
     if C.HIDES and not C.CAREFUL:
-        tl.store(broken_ptr + at * tl.cdiv(n, C.BLOCK_M) + block, broken(acc, C.E1))
+        note(broken_ptr, at, block, n, broken(acc, C.E1), C.BLOCK_M)
     if sink_ptr is not None:
         m, l, acc = absorb_sink(m, l, acc, tl.load(sink_ptr + head).to(C.ACC), C)
     o, lse = finish(m, l, acc, C)
@@ -145,7 +142,7 @@ def forward_kernel(
     if C.CAREFUL:
         for one in range(pid, b * h * blocks, tl.num_programs(0)):
             at, block = one // blocks, one % blocks
-            if tl.load(broken_ptr + at * tl.cdiv(n, C.NOTED) + block * C.BLOCK_M // C.NOTED) != 0:
-                block_of_rows(at, block, slabs, out, sink_ptr, given, lists, sizes, C)
+            if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
+                o_block(at, block, slabs, out, sink_ptr, given, lists, sizes, C)
     else:
-        block_of_rows(pid // blocks, blocks - 1 - pid % blocks, slabs, out, sink_ptr, given, lists, sizes, C)
+        o_block(pid // blocks, blocks - 1 - pid % blocks, slabs, out, sink_ptr, given, lists, sizes, C)

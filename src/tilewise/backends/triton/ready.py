@@ -17,6 +17,7 @@ from .backward_pass import backward
 from .config import Config
 from .forward_pass import forward
 from .offline import recorded
+from .variant import kind_of
 from .visits import banded
 
 FEW = 2
@@ -54,6 +55,6 @@ def mask_like(problem: Problem) -> Mask:
     if p.mask.kind == "TABLE":
         return Where(np.ones((n, s), bool))
     starts = p.layout.starts if isinstance(p.layout, Dense) else None
-    if p.mask.kind == "NONE" and isinstance(p.layout, Dense):
+    if kind_of(p) == "NONE":
         return Full()
     return Causal() if starts is not None and banded(p.mask) else Lengths(np.full(b, s))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .walk import hide
+from .walk import hide, interval, lists_at, visits_of_rows
 
 kernel = triton.jit(
     do_not_specialize="threshold bias_b bias_h bias_n bias_s alibi_b i_b j_b row_b left right table_b table_h table_n table_s"
@@ -141,6 +141,18 @@ def broken(acc, C1: tl.constexpr):
     if C1 > 0:
         bad = tl.maximum(bad, tl.max(((acc[1] - acc[1]) != 0).to(tl.int32)))
     return bad > 0
+
+
+@triton.jit
+def note(broken_ptr, at, block, length, bad, OWN: tl.constexpr):
+    """Mark whether the sums of a block, OWN of `length` rows of head `at`, are broken: a CAREFUL kernel finds it `noted`."""
+    tl.store(broken_ptr + at * tl.cdiv(length, OWN) + block, bad)
+
+
+@triton.jit
+def noted(broken_ptr, at, block, length, OWN: tl.constexpr, C: tl.constexpr):
+    """Whether the block of C.NOTED rows was marked in which this smaller one of OWN lies."""
+    return tl.load(broken_ptr + at * tl.cdiv(length, C.NOTED) + block * OWN // C.NOTED) != 0
 
 
 # ---- the state m, l, acc of a block of rows
@@ -324,3 +336,16 @@ def options_at(b, head, given, C: tl.constexpr):
     score = (tl.full([], scale, C.ACC), tl.full([], softcap, C.ACC), (bias, bias_n, bias_s), slope)
     drop = (seed, threshold, tl.full([], factor, C.ACC), head)
     return score, (i_ptr, j_ptr, r_ptr), drop, (first, past, left, right, (table, table_n, table_s))
+
+
+@triton.jit
+def block_of_rows(at, block, given, lists, sizes, C: tl.constexpr):
+    """What a program that owns a block of query rows starts from: batch entry and head, options, the rows' indices, (i, first,
+    past) shaped as i, and the key tiles to visit."""
+    n, s, h, _ = sizes
+    b, head = at // h, at % h
+    options = options_at(b, head, given, C)
+    rows = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    first, past = interval(options[3], rows, n, s, C)
+    visits = visits_of_rows(options[3], lists_at(b, head, block, lists, C, True), first, past, rows, n, s, C)
+    return b, head, options, rows, (rows[:, None], first[:, None], past[:, None]), visits

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...positions import Dense
 from ...problem import Problem
 from .fit import LEAST, PASSES
 from .sizes import Launch
-from .variant import padded
+from .variant import kind_of, padded
 
 FORMAT = 1
 """Of the file; one of another format is not read."""
@@ -175,12 +174,6 @@ def key_of(problem: Problem, machine: str, name: str = "") -> Key:
     words = " ".join(word for word, there in added.items() if there is not None)
     gpu = f"{gpu_name(p.device)} {machine}"
     return Key(gpu, triton.__version__, digest(), name, p.dtype, padded(p.d), padded(p.e), kind_of(p), words)
-
-
-def kind_of(problem: Problem) -> str:
-    """The mask as kernels see it; packed sequences are intervals."""
-    kind = problem.mask.kind
-    return kind if kind != "NONE" or isinstance(problem.layout, Dense) else "INTERVAL"
 
 
 @lru_cache

@@ -25,6 +25,7 @@ from .launch import launch
 from .refusals import LONGEST
 from .sizes import Launch
 from .steps import kernel
+from .variant import kind_of
 
 FAR = LONGEST
 """Further than any row of a tensor can be: a limit that is none."""
@@ -60,7 +61,7 @@ class Lists:
 def look(problem: Problem, like: Tensor) -> Sight:
     """What the mask of a problem hides, where `like` is."""
     p = problem
-    if p.mask.kind == "NONE" and isinstance(p.layout, Dense):
+    if kind_of(p) == "NONE":
         return Sight("NONE")
     starts = p.layout.starts if isinstance(p.layout, Dense) else None
     if starts is not None and banded(p.mask):
