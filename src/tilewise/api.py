@@ -263,7 +263,7 @@ def _request(x: Inputs[Tensor], options: Options, dropout: tuple, backend: str |
     check_rate(rate)
     if backend is not None:
         check_name(backend)
-    extras = tuple(name for name in EXTRAS if getattr(x, name) is not None)
+    extras = tuple([name for name in EXTRAS if getattr(x, name) is not None])
     return Request(options, rate, _seed(seed) if rate > 0 else None, extras, backend)
 
 
@@ -283,8 +283,7 @@ def _seed(seed: int | Tensor | None) -> Tensor:
 
 
 def _check_tensors(x: Inputs[Tensor]) -> None:
-    for name in NAMES:
-        tensor = getattr(x, name)
+    for name, tensor in zip(NAMES, (x.q, x.k, x.v, x.bias, x.alibi, x.sink), strict=True):
         if not isinstance(tensor, Tensor) and not (tensor is None and name in EXTRAS):
             raise DtypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
 

@@ -8,13 +8,12 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Inputs, Problem
 from .config import Config
-from .launch import readable, rows
+from .launch import blocks, readable, rows
 from .refusals import interpreting
 from .sizes import Launch
 from .variant import Variant, slabs, variant
@@ -46,21 +45,13 @@ class Call:
         sight = remember(config.known, "sight", x.q, lambda: look(problem, x.q))
         return cls(problem, Inputs(q, k, v, x.bias, x.alibi, x.sink), config, sight)
 
-    def sink(self, dtype: torch.dtype) -> Tensor:
-        """The sinks, which there must be."""
-        assert self.x.sink is not None
-        return self.x.sink.to(dtype)
-
-    def passes(self, sizes: Launch, heads: int, length: int, own: str) -> list[tuple[Launch, int]]:
+    def passes(self, sizes: Launch, heads: int, length: int, own: str, again: bool) -> list[tuple[Launch, int]]:
         """Sizes and grid of a kernel whose programs own blocks of `length` rows of each head ("M": query rows, "N": keys).
-        Where pairs are hidden, it runs a second time, CAREFUL, for those blocks into which what they hold has leaked."""
+        If `again`, it runs a second time, CAREFUL, for those blocks into which what hidden pairs hold has leaked."""
         block = sizes.block_m if own == "M" else sizes.block_n
-        grid = heads * triton.cdiv(length, block)
-        if not self.config.hides:
-            return [(sizes, grid)]
-        careful = self.config.careful
-        small = replace(careful, noted=block)
-        return [(sizes, grid), (small, min(grid, PROGRAMS))]
+        grid = heads * blocks(length, block)
+        small = replace(self.config.careful, noted=block)
+        return [(sizes, grid), (small, min(grid, PROGRAMS))] if again else [(sizes, grid)]
 
     def slabs(self, do: Tensor, sizes: Launch) -> tuple[Any, ...]:
         """Descriptors of q, k, v and do."""
@@ -73,15 +64,15 @@ class Call:
         x = self.x
         return x.q.dtype, *[None if t is None else t.dtype for t in (x.bias, x.alibi, x.sink)]
 
-    def variant(self, sizes: Launch) -> Variant:
-        """What a kernel with these sizes is compiled for."""
+    def variant(self, sizes: Launch, hides: bool) -> Variant:
+        """What a kernel with these sizes is compiled for; `hides` as in `Variant`."""
         p, x, sight = self.problem, self.x, self.sight
         added = x.bias is not None or x.alibi is not None or p.score.softcap is not None
         double = p.dtype == "float64"
         return variant(
             *slabs(p.d), *slabs(p.e), p.d, p.e, sight.kind, sight.kind == "INTERVAL" and sight.first is None,
             x.bias is not None, x.alibi is not None, p.dropout is not None, not (added or double) and p.score.scale >= LEAST,
-            p.score.softcap is not None, self.config.hides, sizes.noted > 0, sizes.apart or sight.kind == "NONE", sizes.noted,
+            p.score.softcap is not None, hides, sizes.noted > 0, sizes.apart, sizes.noted,
             1.0 if double else LOG2_E, tl.float64 if double else tl.float32, precision(p.dtype),
             p.dtype == "bfloat16" and interpreting(), sizes.block_m, sizes.block_n, sizes.stages,
         )  # fmt: skip
@@ -132,6 +123,10 @@ class Call:
         """The visits of blocks of query rows and of blocks of keys."""
         make = partial(lists, self.problem, self.sight, sizes.shape)
         return remember(self.config.known, sizes.shape, self.x.q, make)
+
+    def kept(self, lists: Lists) -> tuple[Tensor | None, ...]:
+        """The tensors of a launch that are the plan's own."""
+        return self.sight.first, self.sight.past, self.sight.table, lists.order, lists.count
 
     def tail(self, lists: Lists) -> tuple[Any, ...]:
         """order_ptr … group: the visits of each block, and the axes."""

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...problem import Problem
 from ...tiles import TileShape
@@ -39,10 +38,6 @@ class Config:
     @property
     def shape(self) -> TileShape:
         return self.forward.shape
-
-    def note(self, like: Tensor, blocks: int) -> Tensor | None:
-        """Room for one mark a block whose sums came out broken, where that can be a hidden pair's doing; see `Call.passes`."""
-        return torch.empty(blocks, dtype=torch.int8, device=like.device) if self.hides else None
 
 
 def configure(problem: Problem) -> Config:

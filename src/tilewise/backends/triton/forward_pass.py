@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from ...problem import Inputs, Partial, Problem
 from .call import Call
 from .config import Config
-from .launch import launch, rows
+from .launch import blocks, launch, rows
 from .steps import (
     absorb,
     absorb_sink,
@@ -36,31 +34,32 @@ from .steps import (
     weigh,
     zeros,
 )
-from .tape import Named, Tape, repeat
+from .tape import Tape, repeat
 from .walk import count_of, hide, tile_of, widened
 
 
 def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """Exact attention: one kernel, and where pairs are hidden one that looks for blocks that hidden NaN has reached."""
     p = problem
-    o, lse = x.q.new_empty(p.b, p.n, p.h, p.e), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
-    if p.s == 0 or lse.numel() == 0:
-        return Partial(o.zero_(), lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
-    note = config.note(x.q, p.b * p.h * triton.cdiv(p.n, config.forward.block_m))
-    x = x if x.sink is None else replace(x, sink=x.sink.contiguous())
-    names = {"q": x.q, "k": x.k, "v": x.v, "sink": x.sink, "o": o, "lse": lse, "note": note}
-    repeat(config.known, "forward", [x.q, x.k, x.v], names, lambda tape: _forward(Call.of(p, x, config), names, tape))
-    return Partial(o, lse)
+    if 0 in (p.b, p.n, p.s, p.h):
+        o, lse = x.q.new_zeros(p.b, p.n, p.h, p.e), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
+        return Partial(o, lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
+    given = {"q": x.q, "k": x.k, "v": x.v, "sink": None if x.sink is None else x.sink.contiguous()}
+    made = repeat(config.known, "forward", given, lambda tape: _forward(Call.of(p, x, config), given["sink"], tape))
+    return Partial(made["o"], made["lse"])
 
 
-def _forward(call: Call, t: Named, tape: Tape) -> None:
-    """The launches of `forward`, from and into the tensors `t`."""
-    p, x, config = call.problem, call.x, call.config
-    for sizes, grid in call.passes(config.forward, p.b * p.h, p.n, "M"):
+def _forward(call: Call, sink: Tensor | None, tape: Tape) -> None:
+    """The launches of `forward`."""
+    p, x, main, hides = call.problem, call.x, call.config.forward, call.config.hides
+    o, lse = tape.room("o", (p.b, p.n, p.h, p.e), x.q.dtype, x.q), tape.room("lse", (p.b, p.h, p.n), wide(x.q), x.q)
+    notes = tape.room("notes", (p.b * p.h * blocks(p.n, main.block_m),), torch.int8, x.q) if hides else None
+    for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
         q, k, v = rows(x.q, sizes.block_m), rows(x.k, sizes.block_n), rows(x.v, sizes.block_n)
         by_rows, _ = call.lists(sizes)
-        args = (*q, *k, *v, t["o"], t["lse"], t["note"], x.sink, *call.options, *call.tail(by_rows), p.b)
-        launch(forward_kernel, grid, args, (call.variant(sizes),), sizes, call.kinds, tape)
+        tape.hold(*call.kept(by_rows))
+        args = (*q, *k, *v, o, lse, notes, sink, *call.options, *call.tail(by_rows), p.b)
+        launch(forward_kernel, grid, args, (call.variant(sizes, hides),), sizes, call.kinds, tape)
 
 
 def wide(q: Tensor) -> torch.dtype:

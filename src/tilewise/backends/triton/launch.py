@@ -24,6 +24,11 @@ _compiled: dict[Any, Any] = {}
 _runtime = triton.knobs.runtime
 
 
+def blocks(length: int, size: int) -> int:
+    """How many blocks of a size cover a length."""
+    return -(-length // size)
+
+
 def readable(x: Tensor) -> Tensor:
     """`x` "b rows heads columns" such that the copy engine can read it, which wants columns side by side and everything else in
     steps of 16 bytes; a copy where it is not so."""
@@ -32,7 +37,7 @@ def readable(x: Tensor) -> Tensor:
     whole = all([n == 1 or (m > 0 and m % step == 0) for n, m in zip(sizes[:3], strides[:3], strict=True)])  # noqa: C419
     if whole and x.data_ptr() % 16 == 0 and (strides[3] == 1 or sizes[3] == 1):
         return x
-    room = x.new_empty(*sizes[:3], triton.cdiv(sizes[3], step) * step)
+    room = x.new_empty(*sizes[:3], blocks(sizes[3], step) * step)
     return room[..., : sizes[3]].copy_(x)
 
 
