@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tilewise.mask import Mask
 from tilewise.positions import Positions
-from tilewise.problem import Inputs, Options, Problem
-from tilewise.ring import owners
+from tilewise.problem import Inputs, Options, Partial, Problem
+from tilewise.reference import plain
+from tilewise.ring import local, owners
+from tilewise.ring.kernel import Kernel
+from tilewise.ring.local import LocalTransport
 from tilewise.ring.owners import Owners
 from tilewise.ring.program import Method, Op, Plan, Post
+from tilewise.ring.schedule import make_plan
 
 T = TypeVar("T")
 
@@ -87,3 +94,79 @@ def with_posts(plan: Plan, which: int, change: Callable[[int, Post], Post]) -> P
         x, post = posts(plan, r)[which]
         plan = changed(plan, r, at(x, change(r, post)))
     return plan
+
+
+# ---- plans run on tensors
+
+NAMES = ("o", "lse", "dq", "dk", "dv")
+"""What a plan's two directions give."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem on random tensors, and what is right by the definition in float64 of these very tensors."""
+
+    x: Inputs[Tensor]
+    options: Options
+    grads: Partial
+
+    @classmethod
+    def ask(cls, n: int, s: int, options: Options = Options(), b: int = 1, heads: tuple[int, int] = (6, 3),
+            size: tuple[int, int] = (5, 3), dtype: torch.dtype = torch.float64,
+            extras: str = "") -> Question:  # fmt: skip
+        """Random tensors of these sizes; `extras`: "alibi", "sink" or both."""
+        draw = torch.Generator().manual_seed(n * 1000 + s)
+        (h, g), (d, e) = heads, size
+        sizes = ((b, n, h, d), (b, s, g, d), (b, s, g, e), (b, n, h, e), (b, h, n), (h,), (h,))
+        q, k, v, do, dlse, slopes, sinks = (torch.randn(x, generator=draw, dtype=torch.float64) for x in sizes)
+        x = Inputs(q, k, v, alibi=slopes.abs() / 8 if "alibi" in extras else None, sink=sinks if "sink" in extras else None)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return cls(x.map(lambda t: t.to(dtype)), options, Partial(do.to(dtype), dlse.to(wide)))
+
+    @cached_property
+    def problem(self) -> Problem:
+        return Problem.describe(self.x, self.options)
+
+    @cached_property
+    def right(self) -> tuple[np.ndarray, ...]:
+        x = self.x.map(lambda t: t.double().numpy())
+        problem = Problem.describe(x, self.options)
+        partial = plain.attention(problem, x)
+        found = plain.gradients(problem, x, *(t.double().numpy() for t in self.grads))
+        return partial.o, partial.lse, found.q, found.k, found.v
+
+    def kernel(self, backend: str | None = None) -> Kernel:
+        return Kernel(self.problem, self.x.alibi, self.x.sink, backend)
+
+    def plans(self, q: Owners, kv: Owners, method: Method) -> tuple[Plan, Plan]:
+        """Forward and backward."""
+        forward, backward = (make_plan(self.problem, q, kv, method, backward) for backward in (False, True))
+        return forward, backward
+
+    def answer(self, plans: tuple[Plan, Plan], kernel: Kernel | None = None,
+               transport: Callable[[], LocalTransport | None] = lambda: None) -> tuple[Tensor, ...]:  # fmt: skip
+        """What virtual ranks say: o, lse, dq, dk, dv."""
+        kernel, qkv = self.kernel() if kernel is None else kernel, (self.x.q, self.x.k, self.x.v)
+        out = local.attend(plans[0], kernel, qkv, transport())
+        return *out, *local.gradients(plans[1], kernel, qkv, out, self.grads, transport())
+
+    def errors(self, found: tuple[Tensor, ...]) -> dict[str, float]:
+        """The relative L2 error of each quantity; infinite where infinities or NaN are not where they should be."""
+        return {name: error(a, b) for name, a, b in zip(NAMES, found, self.right, strict=True)}
+
+
+def error(found: Tensor, right: np.ndarray) -> float:
+    """The relative L2 error."""
+    have, finite = found.detach().double().numpy(), np.isfinite(right)
+    if have.shape != right.shape or not np.array_equal(have[~finite], right[~finite]) or not np.isfinite(have[finite]).all():
+        return float("inf")
+    return float(np.linalg.norm(have[finite] - right[finite])) / (float(np.linalg.norm(right[finite])) or 1.0)
+
+
+EXACT = 1e-12
+"""Float64 results differ from the definition by roundings alone."""
+
+
+def exact(errors: dict[str, float]) -> bool:
+    """Whether every quantity is right in float64."""
+    return all(x < EXACT for x in errors.values())

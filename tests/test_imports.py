@@ -34,7 +34,7 @@ THIRD_PARTY = {
     7: {"numpy", "torch"},
     8: {"numpy", "torch", "typer", "rich", "click", "matplotlib", "transformers"},
 }
-RUNS_PLANS: set[str] = set()
+RUNS_PLANS: set[str] = {"__init__", "agree", "api", "call", "exchange", "execute", "kernel", "local", "transport"}
 """Files of `ring` that may speak of tensors and processes; all others are descriptions, as pure as levels 0 to 2."""
 ENTRANCES = {"__init__"}  # re-exports what users call
 SIBLINGS_ALLOWED = {"cli", "__main__", "demo"}

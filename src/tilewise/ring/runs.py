@@ -97,6 +97,12 @@ class Runs:
         at = np.maximum(np.searchsorted(start, row, "right") - 1, 0)
         return before[at] + np.clip(-((start[at] - row) // step[at]), 0, length[at])
 
+    def at(self, index: np.ndarray) -> np.ndarray:
+        """The row at each index."""
+        start, step, _, before = self._table
+        run = np.searchsorted(before, index, "right") - 1
+        return start[run] + step[run] * (index - before[run])
+
     def take(self, index: Runs) -> Runs:
         """The rows at these indices."""
         if index.count == self.count:

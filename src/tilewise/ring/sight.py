@@ -37,8 +37,10 @@ def take_positions(positions: Positions, rows: Runs) -> Positions:
     if positions.rows is not None:
         return Positions.of(wide(positions.rows)[..., rows.array()])
     if len(rows.ranges) > 1:
-        array = positions.array()[:, rows.array()]
-        return Positions.of(array[0] if is_number(positions.start) else array)
+        steps = positions.step * rows.array()
+        if is_number(positions.start):
+            return Positions.of(positions.start + steps)
+        return Positions.of(np.reshape(wide(positions.start), (-1, 1)) + steps)
     run = rows.ranges[0] if rows.ranges else range(0)
     start = positions.start if is_number(positions.start) else wide(positions.start)
     return Positions(rows.count, start + positions.step * run.start, positions.step * run.step)
@@ -59,18 +61,36 @@ def corner(problem: Problem, q: Runs, kv: Runs) -> Dense:
 
 def needed(problem: Problem, q: Runs) -> Runs:
     """Every key row that some of these query rows see, in any batch entry and head: runs of step 1."""
-    p, layout = problem, dense(problem)
-    every = Dense(p.b, take_positions(layout.q, q), layout.kv)
+    p = problem
     if p.mask.pointwise:
-        seen = np.zeros(p.s, bool)
+        layout, seen = dense(p), np.zeros(p.s, bool)
+        every = Dense(p.b, take_positions(layout.q, q), layout.kv)
         for _, keep in _grids(p, every, q.count, p.s):
             seen |= keep.any((0, 1, 2))
         rows = np.flatnonzero(seen)
         return Runs.spans(rows.tolist(), (rows + 1).tolist())
-    first, past = (x.ravel() for x in p.mask.bounds(every, slice(0, p.b), slice(0, q.count)))
+    return spans_of(*bounds(p, q))
+
+
+def bounds(problem: Problem, q: Runs) -> tuple[np.ndarray, np.ndarray]:
+    """The key rows [first, past) outside which each of these query rows sees nothing, "b rows" each."""
+    p, layout = problem, dense(problem)
+    every = Dense(p.b, take_positions(layout.q, q), layout.kv)
+    return p.mask.bounds(every, slice(0, p.b), slice(0, q.count))
+
+
+def spans_of(first: np.ndarray, past: np.ndarray) -> Runs:
+    """The union of intervals [first, past), in any order."""
     some = first < past
-    intervals = np.unique(np.stack([first[some], past[some]]), axis=1)
-    return Runs.spans(*intervals.tolist())
+    first, past = first[some], past[some]
+    if (first[1:] < first[:-1]).any():
+        order = np.argsort(first, kind="stable")
+        first, past = first[order], past[order]
+    if not len(first):
+        return Runs()
+    reach = np.maximum.accumulate(past)
+    gaps = np.flatnonzero(first[1:] > reach[:-1])
+    return Runs.spans(first[np.r_[0, gaps + 1]].tolist(), reach[np.r_[gaps, len(reach) - 1]].tolist())
 
 
 def look(problem: Problem, q: Runs, kv: Runs) -> Box | None:

@@ -19,6 +19,7 @@ from ...problem import NAMES, Inputs, Partial, Problem
 from .call import Call
 from .config import Config
 from .dbias import bias_gradient
+from .forward_pass import made_of
 from .launch import blocks, launch, readable, rows
 from .steps import (
     block_of_rows,
@@ -53,7 +54,7 @@ def backward(
     """
     p = problem
     if p.b == 0 or p.n == 0 or p.s == 0:
-        nothing = {name: torch.zeros_like(getattr(x, name), memory_format=torch.contiguous_format) for name in needs}
+        nothing = {name: _nothing(p, x, name) for name in needs}
         if "sink" in needs and x.sink is not None and grads.lse is not None:
             total = grads.lse.sum((0, 2)).to(x.sink.dtype)  # lse is the sink itself
             nothing["sink"] = total.masked_fill(x.sink == -torch.inf, 0)
@@ -97,7 +98,7 @@ def prepare(call: Call, o: Tensor, do: Tensor, lses: tuple[Tensor, Tensor | None
 def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool, tape: Tape) -> Tensor:
     """dq "b n h d"; and if `slopes`, "dslope" "b h n" on the tape: each row's part of their gradient."""
     p, x, main, hides = call.problem, call.x, call.config.dq, call.config.hides
-    out = tape.room("dq", (p.b, p.n, p.h, p.d), x.q.dtype, do)
+    out = tape.room("dq", (p.b, p.n, p.h, p.d), made_of(p, x.q), do)
     dslope = tape.room("dslope", (p.b, p.h, p.n), stats.dtype, do) if slopes else None
     notes = tape.room("rows' notes", (p.b * p.h * blocks(p.n, main.block_m),), torch.int8, do) if hides else None
     for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
@@ -111,7 +112,7 @@ def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool, tape: Tape) -> Tenso
 def dk_dv(call: Call, do: Tensor, stats: Tensor, tape: Tape) -> tuple[Tensor, Tensor]:
     """dk "b s g d" and dv "b s g e". Rows past the last one, which a block may end in, are hidden pairs for every mask."""
     p, x, main = call.problem, call.x, call.config.dk_dv
-    dk, dv = (tape.room(name, (p.b, p.s, p.g, size), x.q.dtype, do) for name, size in (("dk", p.d), ("dv", p.e)))
+    dk, dv = (tape.room(name, (p.b, p.s, p.g, size), made_of(p, x.q), do) for name, size in (("dk", p.d), ("dv", p.e)))
     notes = tape.room("keys' notes", (p.b * p.g * blocks(p.s, main.block_n),), torch.int8, do)
     again = call.config.hides or p.n % main.block_m > 0
     for sizes, grid in call.passes(main, p.b * p.g, p.s, "N", again):
@@ -120,6 +121,13 @@ def dk_dv(call: Call, do: Tensor, stats: Tensor, tape: Tape) -> tuple[Tensor, Te
         args = (*slabs, stats, stats.shape[3], dk, dv, notes, *call.options, *call.tail(by_cols), p.b)
         launch(dk_dv_kernel, grid, args, (call.variant(sizes, hides=True),), sizes, call.kinds, tape)
     return dk, dv
+
+
+def _nothing(problem: Problem, x: Inputs[Tensor], name: str) -> Tensor:
+    """The gradient of an input by which nothing changes."""
+    given = getattr(x, name)
+    dtype = made_of(problem, given) if name in ("q", "k", "v") else given.dtype
+    return torch.zeros(given.shape, dtype=dtype, device=given.device)
 
 
 def _reduced(slopes: Tensor, like: Tensor) -> Tensor:

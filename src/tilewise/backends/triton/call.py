@@ -62,7 +62,7 @@ class Call:
     def kinds(self) -> tuple[Any, ...]:
         """What compilations depend on beside variants: dtypes."""
         x = self.x
-        return x.q.dtype, *[None if t is None else t.dtype for t in (x.bias, x.alibi, x.sink)]
+        return x.q.dtype, self.problem.wide, *[None if t is None else t.dtype for t in (x.bias, x.alibi, x.sink)]
 
     def variant(self, sizes: Launch, hides: bool) -> Variant:
         """What a kernel with these sizes is compiled for; `hides` as in `Variant`."""
@@ -97,15 +97,15 @@ class Call:
         )  # fmt: skip
 
     def _dropout(self) -> tuple[Tensor | None, int, float]:
-        """The seed where kernels can read it, the threshold, and what kept weights grow by."""
+        """The seed and the first head where kernels can read them, the threshold, and what kept weights grow by."""
         drop = self.problem.dropout
         if drop is None:
             return None, 0, 1.0
+        seed = torch.full((2,), drop.head, dtype=torch.int64, device=self.x.q.device)
         if isinstance(drop.seed, Tensor):
-            seed = drop.seed.to(self.x.q.device, torch.int64)
+            seed[0].copy_(drop.seed.reshape(()))
         else:
-            signed = (drop.seed + WORD**2 // 2) % WORD**2 - WORD**2 // 2
-            seed = torch.full((1,), signed, dtype=torch.int64, device=self.x.q.device)
+            seed[0].fill_((drop.seed + WORD**2 // 2) % WORD**2 - WORD**2 // 2)
         return seed, min(drop.threshold, WORD - 1), drop.scale
 
     def _positions(self) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """Exact attention: one kernel, and where pairs are hidden one that looks for blocks that hidden NaN has reached."""
     p = problem
     if 0 in (p.b, p.n, p.s, p.h):
-        o, lse = x.q.new_zeros(p.b, p.n, p.h, p.e), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
+        o, lse = x.q.new_zeros(p.b, p.n, p.h, p.e, dtype=made_of(p, x.q)), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
         return Partial(o, lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
     given = {"q": x.q, "k": x.k, "v": x.v, "sink": None if x.sink is None else x.sink.contiguous()}
     made = repeat(config.known, "forward", given, lambda tape: _forward(Call.of(p, x, config), given["sink"], tape))
@@ -52,7 +52,7 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
 def _forward(call: Call, sink: Tensor | None, tape: Tape) -> None:
     """The launches of `forward`."""
     p, x, main, hides = call.problem, call.x, call.config.forward, call.config.hides
-    o, lse = tape.room("o", (p.b, p.n, p.h, p.e), x.q.dtype, x.q), tape.room("lse", (p.b, p.h, p.n), wide(x.q), x.q)
+    o, lse = tape.room("o", (p.b, p.n, p.h, p.e), made_of(p, x.q), x.q), tape.room("lse", (p.b, p.h, p.n), wide(x.q), x.q)
     notes = tape.room("notes", (p.b * p.h * blocks(p.n, main.block_m),), torch.int8, x.q) if hides else None
     for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
         q, k, v = rows(x.q, sizes.block_m), rows(x.k, sizes.block_n), rows(x.v, sizes.block_n)
@@ -65,6 +65,11 @@ def _forward(call: Call, sink: Tensor | None, tape: Tape) -> None:
 def wide(q: Tensor) -> torch.dtype:
     """The dtype of sums: float32, or float64 for float64."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def made_of(problem: Problem, q: Tensor) -> torch.dtype:
+    """The dtype of o and of the gradients of q, k and v."""
+    return wide(q) if problem.wide else q.dtype
 
 
 @triton.jit

@@ -258,10 +258,11 @@ def distance(positions, i, j, n, s):
 def kept(drop, positions, i, j, n, s):
     """Which pairs survive dropout: `dropout.Dropout.keep`, one evaluation of Philox a pair."""
     seed_ptr, threshold, _, head = drop
+    head += tl.load(seed_ptr + 1)
     row, col = tl.load(positions[0] + i, mask=i < n, other=0), tl.load(positions[1] + j, mask=j < s, other=0)
     sequence = tl.load(positions[2] + i, mask=i < n, other=0)
     quad, lane = (col >> 2).to(tl.uint32), col & 3
-    counter_h, counter_i, counter_b = tl.full([], head, tl.uint32), row.to(tl.uint32), sequence.to(tl.uint32)
+    counter_h, counter_i, counter_b = head.to(tl.uint32), row.to(tl.uint32), sequence.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), quad, counter_i, counter_h, counter_b)
     return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)) >= threshold
 
