@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +14,13 @@ import torch
 
 import tilewise as tw
 from tilewise import ops, testing
-from tilewise.problem import Inputs, Options
+from tilewise.dropout import Dropout
+from tilewise.problem import Inputs, Options, Problem
 from tilewise.request import Request
 
 pytest.importorskip("triton")
-from tilewise.backends.triton import tape
-from tilewise.backends.triton.call import precision
+from tilewise.backends.triton import configure, tape
+from tilewise.backends.triton.call import Call, bias_kind, precision
 from tilewise.backends.triton.variant import slabs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's own, where the interpreter multiplies infinities
@@ -160,6 +162,52 @@ def test_how_float32_is_multiplied(setting, expected):
         assert precision("float32") == expected and precision("bfloat16") == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+# ---- one meaning, two ways to read it
+
+
+def call_of(x, options):
+    """What the backend makes of a call on these tensors."""
+    problem = Problem.describe(x, options)
+    return Call.of(problem, x, configure(problem))
+
+
+@pytest.mark.parametrize(
+    "bias, kind",
+    [
+        (torch.randn(2, 20, 64), "TILES"),
+        (torch.randn(1, 1, 20, 64), "TILES"),
+        (torch.randn(2, 24, 80)[:, 2:22, 8:72], "TILES"),
+        (torch.randn(2, 24, 80)[:, 2:22, 9:73], "POINTS"),  # does not start at a whole step of 16 bytes
+        (torch.randn(2, 64, 20).transpose(1, 2), "POINTS"),
+        (torch.randn(2, 1, 64), "POINTS"),
+        (torch.randn(2, 20, 1), "POINTS"),
+    ],
+)  # fmt: skip
+def test_a_bias_is_read_in_tiles_where_the_copy_engine_can(bias, kind):
+    x = tensors()
+    x.bias = bias
+    assert bias_kind(Problem.describe(x, Options(tw.Causal())), bias) == kind
+    ours = everything(x, Options(tw.Causal()))
+    theirs = everything(x.map(torch.Tensor.double), Options(tw.Causal()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize(
+    "starts, lines",
+    [((0, 0), True), ((-5, 8), True), ((7, 9), False), ((2**40, 2**40), False)],
+)
+def test_dropout_asks_once_for_four_keys_where_they_start_whole(starts, lines):
+    x, (i, j) = tensors(), starts
+    options = Options(positions=(tw.Positions(20, start=i), tw.Positions(64, start=j)))
+    drop = Dropout(0.4, seed=3)
+    assert (call_of(x, replace(options, dropout=drop)).lines is not None) == lines
+    o = testing.api.compute(Inputs(x.q, x.k, torch.eye(64)[None, :, None]), options, dropout=(0.4, 3), backend="triton").o
+    for head in range(2):
+        keep = drop.keep(0, head, np.arange(i, i + 20)[:, None], np.arange(j, j + 64))
+        assert ((o[0, :, head] != 0).numpy() == keep).all()
 
 
 # ---- tapes

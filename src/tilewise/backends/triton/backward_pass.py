@@ -60,7 +60,8 @@ def backward(
             nothing["sink"] = total.masked_fill(x.sink == -torch.inf, 0)
         return replace(x, **nothing)
     lse, dlse = saved.lse.contiguous(), None if grads.lse is None else grads.lse.contiguous()
-    given = {"q": x.q, "k": x.k, "v": x.v, "o": saved.o, "do": grads.o, "lse": lse, "dlse": dlse}
+    given = dict(zip(NAMES[:5], (x.q, x.k, x.v, x.bias, x.alibi), strict=True))
+    given |= {"o": saved.o, "do": grads.o, "lse": lse, "dlse": dlse}
     for_rows, for_keys, slopes = "q" in needs or "alibi" in needs, "k" in needs or "v" in needs, "alibi" in needs
 
     def record(tape: Tape) -> None:
@@ -104,7 +105,7 @@ def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool, tape: Tape) -> Tenso
     for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
         slabs, (by_rows, _) = call.slabs(do, sizes), call.lists(sizes)
         tape.hold(*call.kept(by_rows))
-        args = (*slabs, stats, stats.shape[3], out, dslope, notes, *call.options, *call.tail(by_rows), p.b)
+        args = (*slabs, stats, stats.shape[3], out, dslope, notes, *call.options(sizes), *call.tail(by_rows), p.b)
         launch(dq_kernel, grid, args, (call.variant(sizes, hides),), sizes, (*call.kinds, slopes), tape)
     return out
 
@@ -118,7 +119,7 @@ def dk_dv(call: Call, do: Tensor, stats: Tensor, tape: Tape) -> tuple[Tensor, Te
     for sizes, grid in call.passes(main, p.b * p.g, p.s, "N", again):
         slabs, (_, by_cols) = call.slabs(do, sizes), call.lists(sizes)
         tape.hold(*call.kept(by_cols))
-        args = (*slabs, stats, stats.shape[3], dk, dv, notes, *call.options, *call.tail(by_cols), p.b)
+        args = (*slabs, stats, stats.shape[3], dk, dv, notes, *call.options(sizes), *call.tail(by_cols), p.b)
         launch(dk_dv_kernel, grid, args, (call.variant(sizes, hides=True),), sizes, call.kinds, tape)
     return dk, dv
 
@@ -168,17 +169,17 @@ def sweep_keys(sums, own, rows, stats, keys, b, key_head, options, visits, n, s,
     """dq / scale, and each row's part of the slope's gradient, after all visited key tiles of one kind."""
     dq, dslope = sums
     q, do = own
-    i, first, past = rows
+    i, first, past, row = rows
     for t in tl.range(0, count_of(visits, FULL), num_stages=C.STAGES):
         col = tile_of(t, visits, C, FULL) * C.BLOCK_N
         j = (col + tl.arange(0, C.BLOCK_N))[None, :]
         k = load(keys[0], b, key_head, col, C.BLOCK_N, C.D0, C.D1)
         v = load(keys[1], b, key_head, col, C.BLOCK_N, C.E0, C.E1)
         qk, dp = product(q, k, C.D1, C), product(do, v, C.E1, C)
-        _, ds, seen = recompute(qk, dp, stats, i, j, first, past, options, n, s, C, FULL)
+        _, ds, seen = recompute(qk, dp, stats, (row, col), i, j, first, past, options, n, s, C, FULL)
         dq = weigh(ds, k, dq, seen, C.D1, C)
         if C.ALIBI:
-            dslope -= tl.sum(ds * distance(options[1], i, j, n, s).to(C.ACC), 1)
+            dslope -= tl.sum(ds * distance(options[1], i, j, n, s, C).to(C.ACC), 1)
     return dq, dslope
 
 
@@ -244,7 +245,7 @@ def sweep_rows(sums, own, cols, rows, b, head, options, visits, n, s, C: tl.cons
     """dk / scale and dv after all visiting row blocks of one kind, of one query head. Tiles lie on their sides here, "cols
     rows", so that p and ds are already what dv and dk multiply by."""
     dk, dv = sums
-    k, v = own
+    k, v, col = own
     q_desc, do_desc, stats = rows
     for t in tl.range(0, count_of(visits, FULL), num_stages=C.STAGES):
         row = tile_of(t, visits, C, FULL) * C.BLOCK_M
@@ -255,7 +256,7 @@ def sweep_rows(sums, own, cols, rows, b, head, options, visits, n, s, C: tl.cons
         do = load(do_desc, b, head, row, C.BLOCK_M, C.E0, C.E1)
         qk, dp = product(k, q, C.D1, C), product(v, do, C.E1, C)
         p, ds, seen = recompute(
-            qk, dp, (lse[None, :], total[None, :]), i[None, :], cols[:, None], first[None, :], past[None, :],
+            qk, dp, (lse[None, :], total[None, :]), (row, col), i[None, :], cols[:, None], first[None, :], past[None, :],
             options, n, s, C, FULL,
         )  # fmt: skip
         dv = weigh(p, do, dv, seen, C.E1, C)
@@ -279,10 +280,10 @@ def dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C: tl.constex
         visits = visits_of_cols(options[3], lists_at(b, head, block, lists, C, False), block * C.BLOCK_N, n, s, C)
         rows = (slabs[0], slabs[3], (stats[0], stats[1], stats[2], b * h + head))
         if C.APART:
-            sums = sweep_rows(sums, (k, v), cols, rows, b, head, options, visits, n, s, C, True)
+            sums = sweep_rows(sums, (k, v, block * C.BLOCK_N), cols, rows, b, head, options, visits, n, s, C, True)
         else:
             visits = widened(visits)
-        sums = sweep_rows(sums, (k, v), cols, rows, b, head, options, visits, n, s, C, False)
+        sums = sweep_rows(sums, (k, v, block * C.BLOCK_N), cols, rows, b, head, options, visits, n, s, C, False)
     dk, dv = sums
     if C.HIDES and not C.CAREFUL:
         note(broken_ptr, at, block, s, broken(dk, C.D1) | broken(dv, C.E1), C.BLOCK_N)

@@ -39,7 +39,7 @@ def bias_gradient(call: Call, do: Tensor, stats: Tensor) -> Tensor:
         stats,
         stats.shape[3],
         out,
-        *call.options,
+        *call.options(sizes),
         terms,
         blocks(terms, parts),
         p.b,
@@ -98,7 +98,19 @@ def dbias_kernel(
             lse, total = load_stats(stats_ptr, at * h + head, i, padded, b * h)
             qk, dp = product(q, k, C.D1, C), product(do, v, C.E1, C)
             _, ds, _ = recompute(
-                qk, dp, (lse[:, None], total[:, None]), i[:, None], j, first[:, None], past[:, None], options, n, s, C, False
+                qk,
+                dp,
+                (lse[:, None], total[:, None]),
+                (row * C.BLOCK_M, col * C.BLOCK_N),
+                i[:, None],
+                j,
+                first[:, None],
+                past[:, None],
+                options,
+                n,
+                s,
+                C,
+                False,
             )
             acc += tl.where(i[:, None] < n, ds, 0.0)
     rows_in, cols_in = n if OWN_N else 1, s if OWN_S else 1

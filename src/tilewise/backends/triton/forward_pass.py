@@ -44,8 +44,9 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     if 0 in (p.b, p.n, p.s, p.h):
         o, lse = x.q.new_zeros(p.b, p.n, p.h, p.e, dtype=made_of(p, x.q)), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
         return Partial(o, lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
-    given = {"q": x.q, "k": x.k, "v": x.v, "sink": None if x.sink is None else x.sink.contiguous()}
-    made = repeat(config.known, "forward", given, lambda tape: _forward(Call.of(p, x, config), given["sink"], tape))
+    sink = None if x.sink is None else x.sink.contiguous()
+    given = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "alibi": x.alibi, "sink": sink}
+    made = repeat(config.known, "forward", given, lambda tape: _forward(Call.of(p, x, config), sink, tape))
     return Partial(made["o"], made["lse"])
 
 
@@ -58,7 +59,7 @@ def _forward(call: Call, sink: Tensor | None, tape: Tape) -> None:
         q, k, v = rows(x.q, sizes.block_m), rows(x.k, sizes.block_n), rows(x.v, sizes.block_n)
         by_rows, _ = call.lists(sizes)
         tape.hold(*call.kept(by_rows))
-        args = (*q, *k, *v, o, lse, notes, sink, *call.options, *call.tail(by_rows), p.b)
+        args = (*q, *k, *v, o, lse, notes, sink, *call.options(sizes), *call.tail(by_rows), p.b)
         launch(forward_kernel, grid, args, (call.variant(sizes, hides),), sizes, call.kinds, tape)
 
 
@@ -76,19 +77,19 @@ def made_of(problem: Problem, q: Tensor) -> torch.dtype:
 def sweep(state, q, rows, keys, b, key_head, options, visits, n, s, C: tl.constexpr, FULL: tl.constexpr):
     """The state after all visited tiles of one kind, FULL or PARTIAL."""
     m, l, acc = state
-    i, first, past = rows
+    i, first, past, row = rows
     score, positions, drop, mask = options
     unit = unit_of(score, C)
     for t in tl.range(0, count_of(visits, FULL), num_stages=C.STAGES):
         col = tile_of(t, visits, C, FULL) * C.BLOCK_N
         j = (col + tl.arange(0, C.BLOCK_N))[None, :]
         k = load(keys[0], b, key_head, col, C.BLOCK_N, C.D0, C.D1)
-        x = logits(product(q, k, C.D1, C), score, positions, i, j, n, s, C)
+        x = logits(product(q, k, C.D1, C), score, positions, (row, col), i, j, n, s, C)
         if not FULL:
             x = hide(x, mask, first, past, i, j, n, s, C)
         m, l, p, alpha = absorb(m, l, x, unit, C)
         if C.DROPOUT:
-            p = tl.where(kept(drop, positions, i, j, n, s), p * drop[2], 0.0)
+            p = tl.where(kept(drop, positions, (row, col), i, j, n, s, C), p * drop[2], 0.0)
         v = load(keys[1], b, key_head, col, C.BLOCK_N, C.E0, C.E1)
         acc = weigh(p, v, scaled(acc, alpha, C.E1), x != float("-inf"), C.E1, C)
     return m, l, acc

@@ -129,7 +129,7 @@ class Bench:
         if self.config is not None:
             return self.config
         p = self.problem
-        found = sizes.sizes_of(sizes.machine(self.device), p.itemsize, p.d, p.e, p.mask.kind)
+        found = sizes.sizes_of(sizes.machine(self.device), p.itemsize, p.d, p.e, p.mask.kind, sizes.bias_itemsize(p))
         return replace(sizes.configure(p), **dict(zip((*PASSES, "careful"), found, strict=True)), known={})
 
     @cached_property
@@ -175,7 +175,10 @@ def choices(machine: Machine, bench: Bench, name: str) -> list[Launch]:
             continue
         own = {"forward": m * p.e, "dq": m * p.d, "dk_dv": n * (p.d + p.e), "dbias": m * n}[name]
         held = (own + m * n * (1 if name == "forward" else 2)) / (32 * warps)  # registers, of sums and of scores
-        if 16 <= held <= 256 and shared_bytes(one, name, machine, p.itemsize, (p.d, p.e)) <= machine.shared_bytes:
+        if (
+            16 <= held <= 256
+            and shared_bytes(one, name, machine, p.itemsize, (p.d, p.e), sizes.bias_itemsize(p)) <= machine.shared_bytes
+        ):
             found.append(one)
     return found
 
