@@ -171,7 +171,19 @@ def test_importing_tilewise_brings_nothing_heavy_that_torch_does_not():
 
 
 @pytest.mark.parametrize(
-    "name", ["mask", "problem", "tiles", "cost", "softmax", "cases", "reference.plain", "reference.flash", "ring.verify"]
+    "name",
+    [
+        "mask",
+        "problem",
+        "tiles",
+        "cost",
+        "softmax",
+        "cases",
+        "reference.plain",
+        "reference.flash",
+        "ring.verify",
+        "ring.choose",
+    ],
 )
 def test_levels_up_to_the_spec_need_numpy_only(name):
     """With torch made unimportable, everything up to the readable spec still loads (past the package's front door)."""

@@ -16,14 +16,11 @@ from tilewise.mask import Causal, Documents, Full, Where, Window
 from tilewise.problem import Inputs, Options, Problem
 from tilewise.ring import owners
 from tilewise.ring.choose import choose, layouts, method_named, sides_named
-from tilewise.ring.events import split
 from tilewise.ring.links import H200, Cluster, Link, Rates, machine_named
-from tilewise.ring.moves import Message
 from tilewise.ring.prices import Prices
-from tilewise.ring.program import Forward, Heads, Method, Plan, View
-from tilewise.ring.runs import Runs
+from tilewise.ring.program import BATCH, Forward, Method, Plan
 from tilewise.ring.schedule import make_plan
-from tilewise.ring.script import batches
+from tilewise.ring.script import split
 from tilewise.ring.sight import area, look
 from tilewise.ring.simulate import Forecast, simulate
 from tilewise.ring.survey import survey
@@ -96,14 +93,16 @@ def test_a_survey_is_what_sight_says_pair_by_pair(plan):
 
 
 @given(st.integers(2, 9), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=900))
-def test_messages_are_split_as_scripts_split_them(world, pairs):
+def test_messages_are_split_into_steps_that_no_rank_finds_too_large(world, pairs):
     kept = [(a % world, b % world) for a, b in pairs if a % world != b % world]
-    view = View("", Runs(), Heads(0, 0))
-    made = batches([Message(a, view, b, view) for a, b in kept], world)
     source, target = np.array(kept, np.int64).reshape(-1, 2).T
-    index = split(source, target, world)
-    key = [[kept[x] for x in part] for part in index]
-    assert [sorted(x) for x in key] == [sorted((m.source, m.target) for m in part) for part in made]
+    steps = split(source, target, world)
+    assert sorted(np.concatenate([[], *steps]).tolist()) == list(range(len(kept)))
+    distances = [(target[step] - source[step]) % world for step in steps]
+    for step, found in zip(steps, distances, strict=True):
+        assert np.bincount(np.r_[source[step], target[step]]).max() <= BATCH or len({*found}) == 1
+    for distance in range(1, world):
+        assert sum(distance in found for found in distances) <= 1
 
 
 # by hand: two ranks, ten rows each, one head of 5 and 3, 1e9 operations a second, 1e6 bytes a second

@@ -238,15 +238,21 @@ def compute(
 ) -> Partial:
     """One call as values, for layers that already hold them; `scale` takes the place of the options', `dropout` is (rate,
     seed). Autocast and a tensor scale are applied here, all else is the request's."""
-    kind = x.q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(x.q)
+    if dtype is not None:
         q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (x.q, x.k, x.v))
         x = replace(x, q=q, k=k, v=v)
     if isinstance(scale, Tensor):
         x, scale = replace(x, q=_scaled(x.q, scale)), 1.0
     options = options if scale is None else replace(options, scale=scale)
     return run(x, _request(x, options, dropout, backend))
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """What autocast makes of q, k and v; None where it is off, or float64 stays as it is."""
+    kind = q.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
-"""Attention over many devices. A schedule is a value: it can be proved, priced and run. `runs owners sight program teams
-moves schedule formulas verify` are pure (NumPy only) and speak of rows, heads and ranks, never of tensors.
+"""Attention over many devices. A schedule is a value: it can be proved, priced and run.
+
+`runs owners sight program teams moves heads tree script schedule` say what is done, `formulas proof verify` that it is right,
+`links prices survey passes outline events simulate choose` how long it takes; all of them are pure (NumPy only) and speak of
+rows, heads and ranks, never of tensors. `execute kernel local` run plans on tensors, the rest runs them over torch.distributed.
 
 The names below are what users call; torch.distributed is imported when the first of them is asked for."""
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import DtypeError, OptionError, ShapeError
+from ..api import autocast_dtype
 from ..mask import Causal, Mask
 from ..problem import Partial
 from .call import Asked, Call, Shards, settle
@@ -121,7 +122,8 @@ def attention_with_lse(
 def _attend(x: Shards, asked: Asked, mesh: Mesh, deadline_s: float | None) -> tuple[Tensor, Tensor]:
     """o and lse of this rank's rows. Messages are no matter for a compiler."""
     transport = open_transport(group_of(mesh), x.q.device)
-    x = _under_autocast(x)
+    dtype = autocast_dtype(x.q)
+    x = x if dtype is None else x._replace(q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
     call = settle(x, asked, transport, transport.timeout_s if deadline_s is None else deadline_s)
     return _Attention.apply(call, *x)  # type: ignore[return-value]
 
@@ -312,12 +314,3 @@ def _put(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """The DTensor of which x is a rank's own part."""
     tensor = sys.modules["torch.distributed.tensor"]
     return tensor.DTensor.from_local(x, mesh, [tensor.Shard(dim)], run_check=False)
-
-
-def _under_autocast(x: Shards) -> Shards:
-    """q, k and v in the dtype of autocast, where that is on."""
-    kind = x.q.device.type
-    if not torch.is_autocast_enabled(kind) or x.q.dtype == torch.float64:
-        return x
-    dtype = torch.get_autocast_dtype(kind)
-    return x._replace(q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..mask import Tile
 from .prices import Prices
-from .program import BATCH, Add, Backward, Buffer, Copy, Finish, Forward, Merge, Op, Plan, Post, Wait
+from .program import Add, Backward, Buffer, Copy, Finish, Forward, Merge, Op, Plan, Post, Wait
 from .sight import area
 from .verify import buffers_of
 
@@ -93,24 +93,3 @@ def _work(ops: list[list[Op]], buffers: list[dict[str, Buffer]], prices: Prices)
             elif isinstance(op, Finish):
                 seconds["merge"][r] += prices.finish(op.part.rows.count, op.part.heads.count)
     return [Work(kind, seconds[kind], pairs if kind == "compute" else 0 * pairs) for kind in KINDS if seconds[kind].any()]
-
-
-def split(source: np.ndarray, target: np.ndarray, world: int) -> list[np.ndarray]:
-    """Messages in steps of at most `BATCH` sends and receives a rank, as indices; those over one distance stay together."""
-    if not len(source):
-        return []
-    if np.bincount(np.r_[source, target]).max() <= BATCH:
-        return [np.arange(len(source))]
-    distance = (target - source) % world
-    order = np.argsort(distance, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(distance[order])) + 1)
-    made: list[list[np.ndarray]] = []
-    load = np.zeros(world, np.int64)
-    for group in sorted(groups, key=lambda group: group[0]):
-        extra = np.bincount(np.r_[source[group], target[group]], minlength=world)
-        if not made or ((load + extra)[extra > 0] > BATCH).any():
-            made.append([])
-            load = np.zeros(world, np.int64)
-        made[-1].append(group)
-        load += extra
-    return [np.sort(np.concatenate(batch)) for batch in made]

@@ -37,7 +37,7 @@ def peak_bytes(plan: Plan) -> list[int]:
     """The most memory that the buffers of each rank take at once."""
     teams = Teams(plan.problem, plan.q, plan.kv, plan.method)
     made = stages(teams)
-    return [_peak(plan, teams, made, r) for r in range(plan.world)]
+    return [peak_of(plan, teams, made, r) for r in range(plan.world)]
 
 
 def flow_bytes(plan: Plan) -> np.ndarray:
@@ -151,7 +151,8 @@ def _flows_of_heads(plan: Plan, teams: Teams) -> np.ndarray:
     return flow
 
 
-def _peak(plan: Plan, teams: Teams, made: list[Stage], r: int) -> int:
+def peak_of(plan: Plan, teams: Teams, made: list[Stage], r: int) -> int:
+    """The most memory of rank r's buffers, given its rounds."""
     t, u = divmod(r, teams.size)
     n, s, h, g = plan.q.counts[r], plan.kv.counts[r], plan.problem.h, plan.problem.g
     q_size, kv_size = teams.q_rows[t].count * teams.q_heads(u).count, teams.kv_rows[t].count * teams.kv_heads(u).count

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .events import Awaited, Event, Sent, Work, split
+from .events import Awaited, Event, Sent, Work
 from .formulas import Stage
 from .heads import KEYS
 from .moves import members
 from .passes import NOTHING, Pass, Rows, Share, passes
 from .prices import Prices
 from .program import Heads
+from .script import split
 from .survey import Survey
 from .teams import Teams, even
 from .tree import tree_rounds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+
+import numpy as np
 
 from .moves import Message
 from .program import BATCH, Add, Buffer, Copy, Free, Make, Merge, Op, Post, Recv, Send, View, Wait
@@ -61,17 +62,27 @@ class Script:
 
 
 def batches(messages: list[Message], world: int) -> list[list[Message]]:
-    """Messages in steps of at most `BATCH` sends and receives a rank; those over the same distance stay together."""
-    distances: dict[int, list[Message]] = {}
-    for message in messages:
-        distances.setdefault((message.target - message.source) % world, []).append(message)
-    made: list[list[Message]] = []
-    load: Counter[int] = Counter()
-    for group in distances.values():
-        extra = Counter([rank for m in group for rank in (m.source, m.target)])
-        if not made or any(load[rank] + count > BATCH for rank, count in extra.items()):
+    """Messages in steps, as `split` puts them."""
+    ends = np.array([(m.source, m.target) for m in messages], int).reshape(-1, 2)
+    return [[messages[at] for at in part] for part in split(ends[:, 0], ends[:, 1], world)]
+
+
+def split(source: np.ndarray, target: np.ndarray, world: int) -> list[np.ndarray]:
+    """Messages in steps of at most `BATCH` sends and receives a rank, as indices; those over one distance stay together."""
+    if not len(source):
+        return []
+    if np.bincount(np.r_[source, target]).max() <= BATCH:
+        return [np.arange(len(source))]
+    distance = (target - source) % world
+    order = np.argsort(distance, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(distance[order])) + 1)
+    made: list[list[np.ndarray]] = []
+    load = np.zeros(world, np.int64)
+    for group in sorted(groups, key=lambda group: group[0]):
+        extra = np.bincount(np.r_[source[group], target[group]], minlength=world)
+        if not made or ((load + extra)[extra > 0] > BATCH).any():
             made.append([])
-            load = Counter()
-        made[-1].extend(group)
-        load.update(extra)
-    return made
+            load = np.zeros(world, np.int64)
+        made[-1].append(group)
+        load += extra
+    return [np.sort(np.concatenate(batch)) for batch in made]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .events import KINDS, Awaited, Event, Sent, Work, replay
-from .formulas import _peak as peak_of
+from .formulas import peak_of
 from .links import Cluster
 from .outline import Outline
 from .prices import Prices
