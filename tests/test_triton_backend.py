@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +14,13 @@ import torch
 
 import tilewise as tw
 from tilewise import ops, testing
-from tilewise.problem import Inputs, Options
+from tilewise.dropout import Dropout
+from tilewise.problem import Inputs, Options, Problem
 from tilewise.request import Request
 
 pytest.importorskip("triton")
-from tilewise.backends.triton import tape
-from tilewise.backends.triton.call import precision
+from tilewise.backends.triton import configure, tape
+from tilewise.backends.triton.call import Call, bias_kind, precision
 from tilewise.backends.triton.variant import slabs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's own, where the interpreter multiplies infinities
@@ -160,6 +164,52 @@ def test_how_float32_is_multiplied(setting, expected):
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+# ---- one meaning, two ways to read it
+
+
+def call_of(x, options):
+    """What the backend makes of a call on these tensors."""
+    problem = Problem.describe(x, options)
+    return Call.of(problem, x, configure(problem))
+
+
+@pytest.mark.parametrize(
+    "bias, kind",
+    [
+        (torch.randn(2, 20, 64), "TILES"),
+        (torch.randn(1, 1, 20, 64), "TILES"),
+        (torch.randn(2, 24, 80)[:, 2:22, 8:72], "TILES"),
+        (torch.randn(2, 24, 80)[:, 2:22, 9:73], "POINTS"),  # does not start at a whole step of 16 bytes
+        (torch.randn(2, 64, 20).transpose(1, 2), "POINTS"),
+        (torch.randn(2, 1, 64), "POINTS"),
+        (torch.randn(2, 20, 1), "POINTS"),
+    ],
+)  # fmt: skip
+def test_a_bias_is_read_in_tiles_where_the_copy_engine_can(bias, kind):
+    x = tensors()
+    x.bias = bias
+    assert bias_kind(Problem.describe(x, Options(tw.Causal())), bias) == kind
+    ours = everything(x, Options(tw.Causal()))
+    theirs = everything(x.map(torch.Tensor.double), Options(tw.Causal()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize(
+    "starts, lines",
+    [((0, 0), True), ((-5, 8), True), ((7, 9), False), ((2**40, 2**40), False)],
+)
+def test_dropout_asks_once_for_four_keys_where_they_start_whole(starts, lines):
+    x, (i, j) = tensors(), starts
+    options = Options(positions=(tw.Positions(20, start=i), tw.Positions(64, start=j)))
+    drop = Dropout(0.4, seed=3)
+    assert (call_of(x, replace(options, dropout=drop)).lines is not None) == lines
+    o = testing.api.compute(Inputs(x.q, x.k, torch.eye(64)[None, :, None]), options, dropout=(0.4, 3), backend="triton").o
+    for head in range(2):
+        keep = drop.keep(0, head, np.arange(i, i + 20)[:, None], np.arange(j, j + 64))
+        assert ((o[0, :, head] != 0).numpy() == keep).all()
+
+
 # ---- tapes
 
 
@@ -168,33 +218,74 @@ def compiled(log):
     return SimpleNamespace(run=lambda *args: log.append(args), function=None, packed_metadata=None, metadata=SimpleNamespace())
 
 
-def played(recorded, other, monkeypatch):
-    """What a tape of a launch on the tensors `recorded` launches on the tensors `other`; None if it is not whole."""
-    log = []
-    monkeypatch.setattr(tape.torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(tape.torch.cuda, "current_device", lambda: 0)
+def wrapped(log, meta):
+    """A compiled kernel under the wrapper of Triton 3.5 and 3.6."""
+    launcher, tensordesc_indices, tensordesc_meta = (lambda *args: log.append(args)), {0}, [meta]
+
+    def inner(*args):
+        raise AssertionError(f"went through the wrapper: {launcher}, {tensordesc_indices}, {tensordesc_meta}")
+
+    run = SimpleNamespace(launch=inner, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=0, launch_pdl=0)
+    return SimpleNamespace(run=run, function="function", packed_metadata=(4, 1, 0))
+
+
+def played(recorded, other, found, held=()):
+    """What a launch fills that was recorded on the tensors `recorded` and is played on `other`; None where it is not whole."""
     made = tape.Tape(recorded)
-    made.add(compiled(log), 7, (tape.Rows(recorded["q"], [1], [1], [1]), recorded["o"], 3, None))
-    if not made.whole:
-        return None
-    made.play(other)
-    return log[0][9:]
+    made.hold(*held)
+    room = made.room("o", (1,), torch.float32, recorded["q"])
+    made.add(found, 7, (tape.Rows(recorded["q"], [1], [1], [1]), room, 3, None, *held))
+    assert made.done()["o"] is room
+    return made.play(other, stream=5) if made.whole else None
 
 
-def test_a_tape_plays_on_other_tensors(monkeypatch):
-    first, second = ({"q": torch.zeros(1), "o": torch.zeros(1)} for _ in range(2))
-    launched = played(first, second, monkeypatch)
-    assert launched is not None
-    rows, o, number, nothing = launched
-    assert rows.base is second["q"] and o is second["o"] and (number, nothing) == (3, None)
+def test_a_tape_plays_on_other_tensors():
+    (first, second), log, kept = ({"q": torch.zeros(1)} for _ in range(2)), [], torch.zeros(1)
+    made = played(first, second, compiled(log), (kept,))
+    assert made is not None and log[0][:4] == (7, 1, 1, 5)
+    rows, o, number, nothing, own = log[0][9:]
+    assert rows.base is second["q"] and o is made["o"] and (number, nothing) == (3, None) and own is kept
 
 
-def test_a_tape_of_one_tensor_under_two_names_is_not_kept(monkeypatch):
+def test_a_tape_plays_below_the_wrapper_with_addresses_and_kept_tensor_maps(monkeypatch):
+    (first, second), log, asked = ({"q": torch.zeros(1)} for _ in range(2)), [], []
+
+    def expanded(meta, rows):
+        asked.append(rows.base)
+        return [f"{meta} of {rows.base.data_ptr()}", *rows.shape, *rows.strides]
+
+    monkeypatch.setattr(tape, "_expanded", expanded)
+    kept = torch.zeros(1)
+    made = played(first, second, wrapped(log, "map"), (kept,))
+    assert made is not None and asked == [first["q"], second["q"]]
+    assert log[0][:13] == (7, 1, 1, 5, "function", 0, 0, None, None, (4, 1, 0), None, None, None)
+    assert log[0][13:] == (f"map of {second['q'].data_ptr()}", 1, 1, made["o"].data_ptr(), 3, None, kept.data_ptr())
+    maps = tape.Maps(tape.Rows(first["q"], [1], [1], [1]), lambda rows: expanded("map", rows))
+    many = [torch.zeros(1) for _ in range(tape.MAPS + 1)]
+    found = [maps.add(x.data_ptr(), x) for x in many]
+    assert found[-1] == maps[many[-1].data_ptr()] and len(maps) == 1
+
+
+def test_a_tape_holds_no_tensor_that_it_was_recorded_on(monkeypatch):
+    for found in (compiled([]), wrapped([], "map")):
+        monkeypatch.setattr(tape, "_expanded", lambda meta, rows: ["map", *rows.shape])
+        q = torch.zeros(1)
+        made = tape.Tape({"q": q})
+        o = made.room("o", (1,), torch.float32, q)
+        made.add(found, 7, (tape.Rows(q, [1], [1], [1]), o))
+        seen = [weakref.ref(x) for x in (q, o)]
+        assert made.steps and made.done()
+        del q, o
+        gc.collect()
+        assert [ref() for ref in seen] == [None, None]
+
+
+def test_a_tape_of_one_tensor_under_two_names_is_not_kept():
     x = torch.zeros(1)
-    assert played({"q": x, "o": x}, {}, monkeypatch) is None
+    assert played({"q": x, "k": x}, {}, compiled([])) is None
 
 
-def test_a_tape_into_which_another_tensor_went_is_not_kept(monkeypatch):
+def test_a_tape_into_which_another_tensor_went_is_not_kept():
     known, other = torch.zeros(1), torch.zeros(1)
     made = tape.Tape({"q": known})
     made.add(compiled([]), 1, (other,))
@@ -213,6 +304,27 @@ def test_a_plan_is_made_once_for_what_it_depends_on():
     assert plan(x, tw.Causal()) is plan(x, tw.Causal())
     others = [plan(x, tw.Window(3)), plan(x, tw.Causal(), scale=0.5), plan(x.map(torch.Tensor.double), tw.Causal())]
     assert all(other is not plan(x, tw.Causal()) for other in others)
+
+
+def test_plans_with_the_same_arrays_are_made_once():
+    x, ids = tensors(), np.arange(64) // 9
+    before = plan(x, tw.Documents(ids))
+    assert plan(x, tw.Documents(ids.copy())) is before
+    assert plan(x, tw.Documents(torch.as_tensor(ids))) is before
+    assert plan(x, tw.Documents(ids // 2)) is not before
+    for number in range(ops.MOST_LENT):
+        plan(x, tw.Documents(ids + number + 1))
+        assert len(ops._lent) <= ops.MOST_LENT
+    assert plan(x, tw.Documents(ids)) is not before  # kept no longer
+
+
+def test_a_plan_with_an_array_that_its_owner_changed_is_made_anew():
+    x, lengths = tensors(), torch.tensor([50])
+    before = plan(x, tw.Lengths(lengths))
+    lengths[0] = 9
+    assert plan(x, tw.Lengths(lengths)) is not before
+    assert plan(x, tw.Lengths(torch.tensor([50]))) is before
+    assert int(before.problem.mask.kv) == 50
 
 
 def test_a_plan_with_arrays_or_a_function_looks_again():

@@ -1,7 +1,9 @@
 """Exact attention, tile by tile: softmax(QKᵀ)V and its gradients without ever storing the matrix of scores."""
 
+from . import ring as ring
 from ._errors import DtypeError as DtypeError
 from ._errors import OptionError as OptionError
+from ._errors import PeerLost as PeerLost
 from ._errors import ShapeError as ShapeError
 from ._errors import Unsupported as Unsupported
 from .api import attention as attention

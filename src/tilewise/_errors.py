@@ -27,3 +27,16 @@ class Unsupported(ValueError):
 
     def __reduce__(self) -> tuple:
         return Unsupported, (self.backend, self.reasons)
+
+
+class PeerLost(RuntimeError):
+    """Another rank died, fell silent or gave up while this one was waiting; every rank of the group raises the same.
+
+    `rank` counts within the group, `step` within the plan (−1: while ranks still compare what they are about to do)."""
+
+    def __init__(self, rank: int, step: int, why: str) -> None:
+        self.rank, self.step, self.why = rank, step, why
+        super().__init__(f"rank {rank} of the group was lost at step {step}: {why}")
+
+    def __reduce__(self) -> tuple:
+        return PeerLost, (self.rank, self.step, self.why)

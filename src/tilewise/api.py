@@ -238,15 +238,21 @@ def compute(
 ) -> Partial:
     """One call as values, for layers that already hold them; `scale` takes the place of the options', `dropout` is (rate,
     seed). Autocast and a tensor scale are applied here, all else is the request's."""
-    kind = x.q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(x.q)
+    if dtype is not None:
         q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (x.q, x.k, x.v))
         x = replace(x, q=q, k=k, v=v)
     if isinstance(scale, Tensor):
         x, scale = replace(x, q=_scaled(x.q, scale)), 1.0
     options = options if scale is None else replace(options, scale=scale)
     return run(x, _request(x, options, dropout, backend))
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """What autocast makes of q, k and v; None where it is off, or float64 stays as it is."""
+    kind = q.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
@@ -263,7 +269,7 @@ def _request(x: Inputs[Tensor], options: Options, dropout: tuple, backend: str |
     check_rate(rate)
     if backend is not None:
         check_name(backend)
-    extras = tuple(name for name in EXTRAS if getattr(x, name) is not None)
+    extras = tuple([name for name in EXTRAS if getattr(x, name) is not None])
     return Request(options, rate, _seed(seed) if rate > 0 else None, extras, backend)
 
 
@@ -283,8 +289,7 @@ def _seed(seed: int | Tensor | None) -> Tensor:
 
 
 def _check_tensors(x: Inputs[Tensor]) -> None:
-    for name in NAMES:
-        tensor = getattr(x, name)
+    for name, tensor in zip(NAMES, (x.q, x.k, x.v, x.bias, x.alibi, x.sink), strict=True):
         if not isinstance(tensor, Tensor) and not (tensor is None and name in EXTRAS):
             raise DtypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
 

@@ -50,6 +50,8 @@ class Dropout:
     rate: float
     seed: Any
     """64 bits: a number, or a tensor of one element that a device holds."""
+    head: int = 0
+    """Which head of the pattern head 0 is: a call with some heads of a model drops what the model would."""
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
@@ -73,5 +75,6 @@ class Dropout:
     def keep(self, b: np.ndarray | int, h: np.ndarray | int, i: np.ndarray | int, j: np.ndarray | int) -> np.ndarray:
         """True where the pair survives; arguments broadcast."""
         b, h, i, j = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (b, h, i, j)))
+        h = h + self.head
         words = philox(tuple(c & WORD for c in (j >> 2, i, h, b)), self.key)
         return np.choose(j & 3, words) >= self.threshold

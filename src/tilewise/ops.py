@@ -4,12 +4,13 @@ when an operator executes, so this file imports no backend. An ordinary eager ca
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -21,12 +22,32 @@ Plan = Any
 """A `backends.plan.Plan`, which this file passes on and never looks into but for its problem."""
 
 
+@cache
+def _backends() -> Any:
+    """What runs, imported when something does."""
+    from . import backends
+
+    return backends
+
+
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse for inputs of `dtype`: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("tilewise::attention", mutates_args=())
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an operator `tilewise::name` of a function, its schema taken from its types. As `torch.library.custom_op` does, but
+    without the wrappers that this puts around every call."""
+
+    def make(function: Callable[..., Any]) -> Any:
+        library.define(f"tilewise::{name}", library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+        library.impl(f"tilewise::{name}", "default", function)
+        return getattr(torch.ops.tilewise, name).default
+
+    return make
+
+
+@operator("attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -43,7 +64,7 @@ def attention(
     return tuple(launch(plan_of(x, wire), x))
 
 
-@attention.register_fake
+@library.register_fake("tilewise::attention")
 def _(q, k, v, extras, arrays, ints, floats, text):
     request = Request.decode(Wire(arrays, ints, floats, text))
     problem = Problem.describe(request.inputs(q, k, v, extras), request.options)
@@ -51,7 +72,7 @@ def _(q, k, v, extras, arrays, ints, floats, text):
     return q.new_empty(problem.b, problem.n, problem.h, problem.e), q.new_empty(problem.b, problem.h, problem.n, dtype=wide)
 
 
-@torch.library.custom_op("tilewise::attention_backward", mutates_args=())
+@operator("attention_backward")
 def attention_backward(
     grads: Sequence[Tensor],
     saved: Sequence[Tensor],
@@ -71,7 +92,7 @@ def attention_backward(
     return [getattr(out, name) for name in wanted]
 
 
-@attention_backward.register_fake
+@library.register_fake("tilewise::attention_backward")
 def _(grads, saved, arrays, ints, floats, text, needs):
     return [x.new_empty(x.shape) for x, wanted in zip(saved[2:], needs, strict=True) if wanted]
 
@@ -96,7 +117,10 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
 
 def _plain(x: Inputs[Tensor]) -> bool:
     """Whether these are tensors as such, and no mode or tracer wants to see operators."""
-    return all(type(t) in (Tensor, Parameter) and not t.is_neg() for _, t in x.present()) and not _watched()
+    for t in (x.q, x.k, x.v, x.bias, x.alibi, x.sink):
+        if t is not None and (type(t) not in (Tensor, Parameter) or t.is_neg()):
+            return False
+    return not _watched()
 
 
 def _watched() -> bool:
@@ -108,46 +132,63 @@ def _watched() -> bool:
 _plans: dict[Any, Plan] = {}
 """Plans of calls without arrays, by everything that they depend on."""
 
-_lent: dict[Any, tuple[Plan, list[Any]]] = {}
-"""Plans of calls whose arrays a device holds, with weak references to these, the oldest first."""
+_lent: list[tuple[Any, Plan, list[Any]]] = []
+"""Plans of calls with arrays, the latest first: what else they depend on, the plan, and the arrays as `_kept` keeps them."""
 
 MOST_PLANS, MOST_LENT = 4096, 16
 
 
 def plan_of(x: Inputs[Tensor], wire: Wire) -> Plan:
-    """How a call runs. What a caller may repeat, shapes and options, is planned once, and so are arrays on a device that come
-    again unchanged, as offsets do from layer to layer; a point test may answer differently each time. A seed changes no plan,
-    only its problem."""
-    from . import backends
-
+    """How a call runs. What a caller may repeat, shapes, options and arrays of the same content, is planned once, as offsets
+    are from layer to layer; a point test may answer differently each time. A seed changes no plan, only its problem."""
     seeds = 1 if drops(wire.text) else 0
     arrays = wire.arrays[: len(wire.arrays) - seeds]
     shapes = [None if t is None else (t.shape, t.dtype) for t in (x.q, x.k, x.v, x.bias, x.alibi, x.sink)]
     key: Any = (wire.text, *wire.ints, *wire.floats, x.q.device, *shapes)
-    if "where" in wire.text or any([a.device != x.q.device or a.is_cpu or a.is_inference() for a in arrays]):  # noqa: C419
-        key = None
-    elif arrays:
-        key = (*key, *[(id(a), a._version) for a in arrays])
-        plan, held = _lent.get(key, (None, []))
-        plan = plan if all([ref() is a for ref, a in zip(held, arrays, strict=False)]) else None  # noqa: C419
-    else:
-        plan = _plans.get(key)
-    if key is not None and plan is not None and not seeds:
+    unknown = "where" in wire.text or any([a.is_inference() and not a.is_cpu for a in arrays])  # noqa: C419
+    plan = None if unknown else _lent_plan(key, arrays) if arrays else _plans.get(key)
+    if plan is not None and not seeds:
         return plan
+    if plan is None and not unknown:  # the plan's own: an owner may change an array
+        arrays = [a.clone() if a.is_cpu else a for a in arrays]
+        wire = wire._replace(arrays=[*arrays, *wire.arrays[len(arrays) :]])
     request = Request.decode(wire)
-    if key is None or plan is None:
-        plan = backends.make_plan(request.problem(x), request.backend)
-        _keep(key, plan, arrays)
+    if plan is None:
+        plan = _backends().make_plan(request.problem(x), request.backend)
+        if not unknown:
+            _keep(key, plan, arrays)
     return replace(plan, problem=replace(plan.problem, dropout=request.dropout())) if seeds else plan
 
 
+def _lent_plan(key: Any, arrays: Sequence[Tensor]) -> Plan | None:
+    """The plan of an earlier call with these arrays, which becomes the latest."""
+    for at, entry in enumerate(_lent):
+        known, plan, kept = entry
+        if known == key and all([_same(a, b) for a, b in zip(kept, arrays, strict=True)]):  # noqa: C419
+            if at:
+                _lent[:] = [entry, *[other for other in _lent if other is not entry]]
+            return plan
+    return None
+
+
+def _kept(array: Tensor) -> Any:
+    """What tells an array again: its content where the host holds it; on a device, where nobody looks, a weak reference and
+    how often torch has seen it change."""
+    return array if array.is_cpu else (weakref.ref(array), array._version)
+
+
+def _same(kept: Any, array: Tensor) -> bool:
+    """Whether an array holds what a kept one did."""
+    if isinstance(kept, Tensor):
+        return array.is_cpu and kept.dtype == array.dtype and torch.equal(kept, array)
+    return not array.is_cpu and kept[0]() is array and kept[1] == array._version
+
+
 def _keep(key: Any, plan: Plan, arrays: Sequence[Tensor]) -> None:
-    """Keep a plan under its key, if it has one."""
-    if key is not None and arrays:
-        if len(_lent) >= MOST_LENT:
-            _lent.pop(next(iter(_lent)), None)
-        _lent[key] = plan, [weakref.ref(a) for a in arrays]
-    elif key is not None:
+    """Keep a plan under what it depends on."""
+    if arrays:
+        _lent[:] = [(key, plan, [_kept(a) for a in arrays]), *_lent[: MOST_LENT - 1]]
+    else:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -155,27 +196,26 @@ def _keep(key: Any, plan: Plan, arrays: Sequence[Tensor]) -> None:
 
 def launch(plan: Plan, x: Inputs[Tensor]) -> Partial:
     """Run a plan."""
-    from . import backends
-
     if not torch.is_autocast_enabled(x.q.device.type):
-        return backends.forward(plan, x)
+        return _backends().forward(plan, x)
     with torch.autocast(x.q.device.type, enabled=False):
-        return backends.forward(plan, x)
+        return _backends().forward(plan, x)
 
 
 def launch_backward(plan: Plan, x: Inputs[Tensor], saved: Partial, grads: Partial, needs: Sequence[str]) -> Inputs[Tensor]:
     """Run a plan's backward pass."""
-    from . import backends
-
+    if not torch.is_autocast_enabled(x.q.device.type):
+        return _backends().backward(plan, x, saved, grads, needs)
     with torch.autocast(x.q.device.type, enabled=False):
-        return backends.backward(plan, x, saved, grads, needs)
+        return _backends().backward(plan, x, saved, grads, needs)
 
 
 def eager(x: Inputs[Tensor], wire: Wire) -> Partial:
     """A call that only autograd looks at."""
     plan = plan_of(x, wire)
-    if torch.is_grad_enabled() and any(t.requires_grad for _, t in x.present()):
-        return Partial(*_Eager.apply(plan, wire, x.q, x.k, x.v, x.bias, x.alibi, x.sink))  # type: ignore[misc]
+    tensors = (x.q, x.k, x.v, x.bias, x.alibi, x.sink)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):  # noqa: C419
+        return Partial(*_Eager.apply(plan, wire, *tensors))  # type: ignore[misc]
     return launch(plan, x)
 
 
@@ -212,12 +252,10 @@ class _Eager(torch.autograd.Function):
 
 def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
     """Attention as ordinary operations: what derivatives beyond the first are taken of."""
-    from . import backends
-
     request = Request.decode(wire._replace(arrays=[on_host(a) for a in wire.arrays]))
-    plan = backends.make_plan(request.problem(x), request.backend)
+    plan = _backends().make_plan(request.problem(x), request.backend)
     with torch.autocast(x.q.device.type, enabled=False):
-        return backends.differentiable(plan, x, named=request.backend is not None)
+        return _backends().differentiable(plan, x, named=request.backend is not None)
 
 
 def _wanted(extras: Sequence[str], needs: Sequence[bool]) -> list[str]:
@@ -279,12 +317,11 @@ def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Seque
     return list(torch.autograd.grad(o, inputs, g, create_graph=True, materialize_grads=True))
 
 
-attention.register_autograd(_backward, setup_context=_save)
-attention_backward.register_autograd(_double_backward, setup_context=_save_backward)
+library.register_autograd("tilewise::attention", _backward, setup_context=_save)
+library.register_autograd("tilewise::attention_backward", _double_backward, setup_context=_save_backward)
 
 
-@attention_backward.register_vmap
-def _(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
+def _each(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
     """torch.func.vmap over the backward pass of a graph, one entry after the other: exact, as fast as a loop."""
 
     def pick(x: Any, dim: Any, entry: int) -> Any:
@@ -296,3 +333,6 @@ def _(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
     entries = [[pick(x, dim, entry) for x, dim in zip(args, in_dims, strict=True)] for entry in range(info.batch_size)]
     stacked = [torch.stack(parts) for parts in zip(*(attention_backward(*entry) for entry in entries), strict=True)]
     return stacked, [0] * len(stacked)
+
+
+library.register_vmap("tilewise::attention_backward", _each)

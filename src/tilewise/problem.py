@@ -106,6 +106,8 @@ class Problem:
     dropout: Dropout | None
     layout: Layout
     deterministic: bool = False
+    wide: bool = False
+    """o and the gradients of q, k and v in the dtype of lse, not the inputs: parts of sums are not rounded early."""
 
     @classmethod
     def describe(cls, inputs: Inputs, options: Options = Options()) -> Problem:

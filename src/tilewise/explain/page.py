@@ -21,8 +21,8 @@ VIEWS = tuple(f"v{x}" for x in range(11))
 
 SCRIPTS = ("data", "numbers", "state", "totals", "transport", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "end")
 
-SHADES = "".join(f".s{x}{{fill:color-mix(in oklab,var(--m) {4 * x + 5}%,var(--card))}}" for x in range(21))
-"""The colours of heat maps, from the least number to the largest."""
+SHADES = "".join(f".s{x}{{fill:color-mix(in oklab,var(--m) {2.5 * x + 5:g}%,var(--card))}}" for x in range(21))
+"""The colours of heat maps, from the least number to the largest, on all of which the page's ink stands out."""
 
 BYTES = 2_000_000
 """What a page weighs at most."""

@@ -58,6 +58,10 @@ class Mask(Value):
         share) and how many query heads there are."""
         return self
 
+    def of_heads(self, first: int, past: int) -> Mask:
+        """This mask, once bound, for query heads first … past − 1 alone, which count from 0 then."""
+        return self
+
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         """Raise `ShapeError` where an array of this mask does not fit the problem's (b, h, n, s)."""
 
@@ -171,6 +175,9 @@ class Both(Mask):
 
     def bind(self, starts: tuple[int, int] | None, heads: int) -> Mask:
         return Both(tuple(part.bind(starts, heads) for part in self.parts))
+
+    def of_heads(self, first: int, past: int) -> Mask:
+        return Both(tuple(part.of_heads(first, past) for part in self.parts))
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         for part in self.parts:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import and_
+from typing import Any
 
 import numpy as np
 
@@ -81,6 +82,15 @@ class Where(Mask):
                 "Where: a table needs start= where positions are packed, strided or differ by batch entry; or use a function"
             )
         return replace(self, start=starts[0], column=starts[1], heads=heads)
+
+    def of_heads(self, first: int, past: int) -> Mask:
+        test: Any = self.test
+        if (first, past) == (0, self.heads):
+            return self
+        if callable(test):
+            return replace(self, test=lambda b, h, i, j: test(b, h + first, i, j), heads=past - first)
+        shared = len(test.shape) < 3 or test.shape[-3] == 1
+        return replace(self, test=test if shared else test[..., first:past, :, :], heads=past - first)
 
     def check(self, sizes: tuple[int, int, int, int]) -> None:
         if callable(self.test):

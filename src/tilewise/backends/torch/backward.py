@@ -13,7 +13,7 @@ from ...problem import Inputs, Partial, Problem
 from ...tiles import Visit, blocks, walk
 from .config import Config
 from .forward import pivot
-from .tile import Chunk, accumulator, weigh
+from .tile import Chunk, accumulator, made_of, weigh
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,15 @@ def backward(
         out: Inputs[Tensor | None] = Inputs(None, None, None)
         for name in needs:  # q, k and v leave a step finished; the others add up over steps
             given = getattr(x, name)
-            dtype = given.dtype if name in ("q", "k", "v") else wide
+            dtype = made_of(problem, given) if name in ("q", "k", "v") else wide
             setattr(out, name, torch.zeros(given.shape, dtype=dtype, device=x.q.device))
         clean = _Clean(*(bool(a.isfinite().all()) for a in (x.q, x.k, grads.o)))
         for b in blocks(problem.b, config.batch):
             rows = list(walk(problem, config.shape, b))
             for g in blocks(problem.g, config.key_heads):
                 _chunk(Chunk(problem, x, b, g), rows, _Rows(saved, grads), clean, out)
-        return replace(x, **{name: a.to(getattr(x, name).dtype) for name, a in out.present() if a is not None})
+        extras = {name: getattr(x, name).dtype for name, _ in x.present() if name not in ("q", "k", "v")}
+        return replace(x, **{name: a.to(extras.get(name, a.dtype)) for name, a in out.present() if a is not None})
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ def keep(dropout: Dropout, sequence: Tensor, head: Tensor, i: Tensor, j: Tensor)
     Four neighbouring keys share one evaluation, so it runs once for each distinct j // 4.
     """
     quads, lane = torch.unique(j >> 2, return_inverse=True)
+    head = head + dropout.head
     words = torch.stack(philox((quads & WORD, i & WORD, head & WORD, sequence & WORD), dropout.key), dim=-1)
     shape = torch.broadcast_shapes(words.shape[:-2], lane.shape[:-1]) + lane.shape[-1:]
     flat = words.flatten(-2).expand(*shape[:-1], -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...problem import Inputs, Partial, Problem
 from ...tiles import Visit, blocks, walk
 from .config import Config, configure
-from .tile import Chunk, accumulator, weigh
+from .tile import Chunk, accumulator, made_of, weigh
 
 
 class State(NamedTuple):
@@ -42,7 +42,7 @@ def fold(problem: Problem, x: Inputs[Tensor], config: Config, clean: bool) -> Pa
         parts.append(Partial(_cat([h.o for h in heads], 2), _cat([h.lse for h in heads], 1)))
     if not parts:
         o, lse = x.q.new_zeros(0, problem.n, problem.h, problem.e), x.q.new_zeros(0, problem.h, problem.n)
-        return Partial(o, lse.to(accumulator(problem)))
+        return Partial(o.to(made_of(problem, x.q)), lse.to(accumulator(problem)))
     return Partial(_cat([p.o for p in parts], 0), _cat([p.lse for p in parts], 0))
 
 
@@ -58,13 +58,12 @@ def _rows(chunk: Chunk, rows: list[tuple[slice, list[Visit]]]) -> Partial:
         if chunk.x.sink is not None:
             state = absorb_sink(state, chunk.fold_rows(_sinks(chunk), slice(0, i.stop - i.start)))
         tile_o, tile_lse = finish(state)
-        o.append(chunk.unfold(tile_o).to(chunk.x.q.dtype))
+        o.append(chunk.unfold(tile_o).to(made_of(chunk.problem, chunk.x.q)))
         lse.append(chunk.split(tile_lse)[..., 0].flatten(1, 2))
     if not rows:
         b, h = chunk.b.stop - chunk.b.start, chunk.heads.stop - chunk.heads.start
-        return Partial(
-            chunk.x.q.new_zeros(b, 0, h, chunk.problem.e), chunk.x.q.new_zeros(b, h, 0).to(accumulator(chunk.problem))
-        )
+        o, lse = chunk.x.q.new_zeros(b, 0, h, chunk.problem.e), chunk.x.q.new_zeros(b, h, 0)
+        return Partial(o.to(made_of(chunk.problem, o)), lse.to(accumulator(chunk.problem)))
     return Partial(_cat(o, 1), _cat(lse, 2))
 
 

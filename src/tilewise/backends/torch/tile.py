@@ -26,6 +26,11 @@ def accumulator(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.dtype == "float64" else torch.float32
 
 
+def made_of(problem: Problem, given: Tensor) -> torch.dtype:
+    """The dtype of o and of the gradients of q, k and v."""
+    return accumulator(problem) if problem.wide else given.dtype
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Batch entries b and key heads g of a problem, r = h / g query heads each. Rows are "b g (r rows) d"."""

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem import Inputs, Partial, Problem
+from ...problem import NAMES, Inputs, Partial, Problem
 from .call import Call
 from .config import Config
 from .dbias import bias_gradient
-from .launch import launch, readable, rows
+from .forward_pass import made_of
+from .launch import blocks, launch, readable, rows
 from .steps import (
     block_of_rows,
     broken,
@@ -52,81 +53,82 @@ def backward(
     dv = pᵀ·do    dp = do·vᵀ    ds = p∘(dp − delta + dlse)    dq = scale·ds·k    dk = scale·dsᵀ·q    delta = rowsum(do∘o)
     """
     p = problem
-    sink_dtype = None if x.sink is None else x.sink.dtype
     if p.b == 0 or p.n == 0 or p.s == 0:
-        nothing = {name: torch.zeros_like(getattr(x, name), memory_format=torch.contiguous_format) for name in needs}
-        if "sink" in needs and grads.lse is not None:
-            total = grads.lse.sum((0, 2)).to(sink_dtype)  # lse is the sink itself
+        nothing = {name: _nothing(p, x, name) for name in needs}
+        if "sink" in needs and x.sink is not None and grads.lse is not None:
+            total = grads.lse.sum((0, 2)).to(x.sink.dtype)  # lse is the sink itself
             nothing["sink"] = total.masked_fill(x.sink == -torch.inf, 0)
         return replace(x, **nothing)
-    call = Call.of(p, x, config)
-    o, do = readable(saved.o), readable(grads.o)
-    stats = prepare(call, o, do, saved.lse, grads.lse)
-    found: dict[str, Tensor] = {}
-    if "q" in needs or "alibi" in needs:
-        found["q"], dslope = dq(call, do, stats, "alibi" in needs)
-        if dslope is not None:
-            found["alibi"] = _reduced(dslope.sum(-1), x.alibi)
-    if "k" in needs or "v" in needs:
-        found["k"], found["v"] = dk_dv(call, do, stats)
-    if "bias" in needs:
-        found["bias"] = bias_gradient(call, do, stats)
-    if "sink" in needs:
-        parts = torch.exp(call.sink(stats.dtype)[:, None] - saved.lse) * stats[1, ..., : p.n]
-        found["sink"] = -torch.where(saved.lse == -torch.inf, 0, parts).sum((0, 2)).to(sink_dtype)
-    return replace(x, **{name: found[name] for name in needs})
-
-
-def prepare(call: Call, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """(lse in the kernels' base, delta − dlse) "2 b h padded" of each row, padded to whole blocks of any size."""
-    p, sizes = call.problem, call.config.dq
-    padded = triton.cdiv(p.n, ROWS) * ROWS
-    stats = torch.empty(2, p.b, p.h, padded, dtype=lse.dtype, device=o.device)
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    names = {"o": o, "do": do, "lse": lse, "dlse": dlse, "stats": stats}
+    lse, dlse = saved.lse.contiguous(), None if grads.lse is None else grads.lse.contiguous()
+    given = dict(zip(NAMES[:5], (x.q, x.k, x.v, x.bias, x.alibi), strict=True))
+    given |= {"o": saved.o, "do": grads.o, "lse": lse, "dlse": dlse}
+    for_rows, for_keys, slopes = "q" in needs or "alibi" in needs, "k" in needs or "v" in needs, "alibi" in needs
 
     def record(tape: Tape) -> None:
-        args = (*rows(o, sizes.block_m), *rows(do, sizes.block_m), lse, dlse, stats, p.n, p.h, padded, p.b * p.h)
-        grid, kinds = p.b * p.h * padded // sizes.block_m, (o.dtype, dlse is None)
-        launch(delta_kernel, grid, args, (call.variant(sizes),), sizes, kinds, tape)
+        call, do = Call.of(p, x, config), readable(grads.o)
+        stats = prepare(call, readable(saved.o), do, (lse, dlse), tape)
+        if for_rows:
+            dq(call, do, stats, slopes, tape)
+        if for_keys:
+            dk_dv(call, do, stats, tape)
 
-    repeat(call.config.known, "delta" if dlse is None else "delta, dlse", [o, do], names, record)
+    found = repeat(config.known, ("backward", for_rows, for_keys, slopes), given, record)
+    stats, grad = found["stats"], {"q": found.get("dq"), "k": found.get("dk"), "v": found.get("dv")}
+    if slopes:
+        grad["alibi"] = _reduced(found["dslope"].sum(-1), x.alibi)
+    if "bias" in needs:
+        grad["bias"] = bias_gradient(Call.of(p, x, config), readable(grads.o), stats)
+    if "sink" in needs and x.sink is not None:
+        parts = torch.exp(x.sink.to(stats.dtype)[:, None] - lse) * stats[1, ..., : p.n]
+        grad["sink"] = -torch.where(lse == -torch.inf, 0, parts).sum((0, 2)).to(x.sink.dtype)
+    return Inputs(*[grad[name] if name in needs else getattr(x, name) for name in NAMES])  # type: ignore[arg-type]
+
+
+def prepare(call: Call, o: Tensor, do: Tensor, lses: tuple[Tensor, Tensor | None], tape: Tape) -> Tensor:
+    """(lse in the kernels' base, delta − dlse) "2 b h padded" of each row, padded to whole blocks of any size, from lse and
+    dlse."""
+    p, sizes, (lse, dlse) = call.problem, call.config.dq, lses
+    padded = blocks(p.n, ROWS) * ROWS
+    stats = tape.room("stats", (2, p.b, p.h, padded), lse.dtype, o)
+    args = (*rows(o, sizes.block_m), *rows(do, sizes.block_m), lse, dlse, stats, p.n, p.h, padded, p.b * p.h)
+    grid, kinds = p.b * p.h * padded // sizes.block_m, (o.dtype, dlse is None)
+    launch(delta_kernel, grid, args, (call.variant(sizes, call.config.hides),), sizes, kinds, tape)
     return stats
 
 
-def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
-    """dq "b n h d", and each row's part of the gradient of the slopes."""
-    p, x, main = call.problem, call.x, call.config.dq
-    out = torch.empty(p.b, p.n, p.h, p.d, dtype=x.q.dtype, device=do.device)
-    dslope = stats.new_empty(p.b, p.h, p.n) if slopes else None
-    note = call.config.note(do, p.b * p.h * triton.cdiv(p.n, main.block_m))
-    names = {"q": x.q, "k": x.k, "v": x.v, "do": do, "stats": stats, "dq": out, "note": note}
-
-    def record(tape: Tape) -> None:
-        for sizes, grid in call.passes(main, p.b * p.h, p.n, "M"):
-            slabs, (by_rows, _) = call.slabs(do, sizes), call.lists(sizes)
-            args = (*slabs, stats, stats.shape[3], out, dslope, note, *call.options, *call.tail(by_rows), p.b)
-            launch(dq_kernel, grid, args, (call.variant(sizes),), sizes, (*call.kinds, slopes), tape)
-
-    repeat(call.config.known, "dq", [x.q, x.k, x.v, do], names, record)
-    return out, dslope
+def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool, tape: Tape) -> Tensor:
+    """dq "b n h d"; and if `slopes`, "dslope" "b h n" on the tape: each row's part of their gradient."""
+    p, x, main, hides = call.problem, call.x, call.config.dq, call.config.hides
+    out = tape.room("dq", (p.b, p.n, p.h, p.d), made_of(p, x.q), do)
+    dslope = tape.room("dslope", (p.b, p.h, p.n), stats.dtype, do) if slopes else None
+    notes = tape.room("rows' notes", (p.b * p.h * blocks(p.n, main.block_m),), torch.int8, do) if hides else None
+    for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
+        slabs, (by_rows, _) = call.slabs(do, sizes), call.lists(sizes)
+        tape.hold(*call.kept(by_rows))
+        args = (*slabs, stats, stats.shape[3], out, dslope, notes, *call.options(sizes), *call.tail(by_rows), p.b)
+        launch(dq_kernel, grid, args, (call.variant(sizes, hides),), sizes, (*call.kinds, slopes), tape)
+    return out
 
 
-def dk_dv(call: Call, do: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
-    """dk "b s g d" and dv "b s g e"."""
+def dk_dv(call: Call, do: Tensor, stats: Tensor, tape: Tape) -> tuple[Tensor, Tensor]:
+    """dk "b s g d" and dv "b s g e". Rows past the last one, which a block may end in, are hidden pairs for every mask."""
     p, x, main = call.problem, call.x, call.config.dk_dv
-    dk, dv = (torch.empty(p.b, p.s, p.g, size, dtype=x.q.dtype, device=do.device) for size in (p.d, p.e))
-    note = call.config.note(do, p.b * p.g * triton.cdiv(p.s, main.block_n))
-    names = {"q": x.q, "k": x.k, "v": x.v, "do": do, "stats": stats, "dk": dk, "dv": dv, "note": note}
-
-    def record(tape: Tape) -> None:
-        for sizes, grid in call.passes(main, p.b * p.g, p.s, "N"):
-            slabs, (_, by_cols) = call.slabs(do, sizes), call.lists(sizes)
-            args = (*slabs, stats, stats.shape[3], dk, dv, note, *call.options, *call.tail(by_cols), p.b)
-            launch(dk_dv_kernel, grid, args, (call.variant(sizes),), sizes, call.kinds, tape)
-
-    repeat(call.config.known, "dk_dv", [x.q, x.k, x.v, do], names, record)
+    dk, dv = (tape.room(name, (p.b, p.s, p.g, size), made_of(p, x.q), do) for name, size in (("dk", p.d), ("dv", p.e)))
+    notes = tape.room("keys' notes", (p.b * p.g * blocks(p.s, main.block_n),), torch.int8, do)
+    again = call.config.hides or p.n % main.block_m > 0
+    for sizes, grid in call.passes(main, p.b * p.g, p.s, "N", again):
+        slabs, (_, by_cols) = call.slabs(do, sizes), call.lists(sizes)
+        tape.hold(*call.kept(by_cols))
+        args = (*slabs, stats, stats.shape[3], dk, dv, notes, *call.options(sizes), *call.tail(by_cols), p.b)
+        launch(dk_dv_kernel, grid, args, (call.variant(sizes, hides=True),), sizes, call.kinds, tape)
     return dk, dv
+
+
+def _nothing(problem: Problem, x: Inputs[Tensor], name: str) -> Tensor:
+    """The gradient of an input by which nothing changes."""
+    given = getattr(x, name)
+    dtype = made_of(problem, given) if name in ("q", "k", "v") else given.dtype
+    return torch.zeros(given.shape, dtype=dtype, device=given.device)
 
 
 def _reduced(slopes: Tensor, like: Tensor) -> Tensor:
@@ -167,17 +169,17 @@ def sweep_keys(sums, own, rows, stats, keys, b, key_head, options, visits, n, s,
     """dq / scale, and each row's part of the slope's gradient, after all visited key tiles of one kind."""
     dq, dslope = sums
     q, do = own
-    i, first, past = rows
+    i, first, past, row = rows
     for t in tl.range(0, count_of(visits, FULL), num_stages=C.STAGES):
         col = tile_of(t, visits, C, FULL) * C.BLOCK_N
         j = (col + tl.arange(0, C.BLOCK_N))[None, :]
         k = load(keys[0], b, key_head, col, C.BLOCK_N, C.D0, C.D1)
         v = load(keys[1], b, key_head, col, C.BLOCK_N, C.E0, C.E1)
         qk, dp = product(q, k, C.D1, C), product(do, v, C.E1, C)
-        _, ds, seen = recompute(qk, dp, stats, i, j, first, past, options, n, s, C, FULL)
+        _, ds, seen = recompute(qk, dp, stats, (row, col), i, j, first, past, options, n, s, C, FULL)
         dq = weigh(ds, k, dq, seen, C.D1, C)
         if C.ALIBI:
-            dslope -= tl.sum(ds * distance(options[1], i, j, n, s).to(C.ACC), 1)
+            dslope -= tl.sum(ds * distance(options[1], i, j, n, s, C).to(C.ACC), 1)
     return dq, dslope
 
 
@@ -243,7 +245,7 @@ def sweep_rows(sums, own, cols, rows, b, head, options, visits, n, s, C: tl.cons
     """dk / scale and dv after all visiting row blocks of one kind, of one query head. Tiles lie on their sides here, "cols
     rows", so that p and ds are already what dv and dk multiply by."""
     dk, dv = sums
-    k, v = own
+    k, v, col = own
     q_desc, do_desc, stats = rows
     for t in tl.range(0, count_of(visits, FULL), num_stages=C.STAGES):
         row = tile_of(t, visits, C, FULL) * C.BLOCK_M
@@ -254,7 +256,7 @@ def sweep_rows(sums, own, cols, rows, b, head, options, visits, n, s, C: tl.cons
         do = load(do_desc, b, head, row, C.BLOCK_M, C.E0, C.E1)
         qk, dp = product(k, q, C.D1, C), product(v, do, C.E1, C)
         p, ds, seen = recompute(
-            qk, dp, (lse[None, :], total[None, :]), i[None, :], cols[:, None], first[None, :], past[None, :],
+            qk, dp, (lse[None, :], total[None, :]), (row, col), i[None, :], cols[:, None], first[None, :], past[None, :],
             options, n, s, C, FULL,
         )  # fmt: skip
         dv = weigh(p, do, dv, seen, C.E1, C)
@@ -278,10 +280,10 @@ def dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C: tl.constex
         visits = visits_of_cols(options[3], lists_at(b, head, block, lists, C, False), block * C.BLOCK_N, n, s, C)
         rows = (slabs[0], slabs[3], (stats[0], stats[1], stats[2], b * h + head))
         if C.APART:
-            sums = sweep_rows(sums, (k, v), cols, rows, b, head, options, visits, n, s, C, True)
+            sums = sweep_rows(sums, (k, v, block * C.BLOCK_N), cols, rows, b, head, options, visits, n, s, C, True)
         else:
             visits = widened(visits)
-        sums = sweep_rows(sums, (k, v), cols, rows, b, head, options, visits, n, s, C, False)
+        sums = sweep_rows(sums, (k, v, block * C.BLOCK_N), cols, rows, b, head, options, visits, n, s, C, False)
     dk, dv = sums
     if C.HIDES and not C.CAREFUL:
         note(broken_ptr, at, block, s, broken(dk, C.D1) | broken(dv, C.E1), C.BLOCK_N)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...problem import Problem
 from ...tiles import TileShape
@@ -40,19 +39,21 @@ class Config:
     def shape(self) -> TileShape:
         return self.forward.shape
 
-    def note(self, like: Tensor, blocks: int) -> Tensor | None:
-        """Room for one mark a block whose sums came out broken, where that can be a hidden pair's doing; see `Call.passes`."""
-        return torch.empty(blocks, dtype=torch.int8, device=like.device) if self.hides else None
-
 
 def configure(problem: Problem) -> Config:
     """The sizes for a problem on its device."""
     p = problem
     here = machine(p.device)
-    sizes = preferred(p, here.name, sizes_of(here, p.itemsize, p.d, p.e, p.mask.kind))
+    sizes = preferred(p, here.name, sizes_of(here, p.itemsize, p.d, p.e, p.mask.kind, bias_itemsize(p)))
     rows = p.b * p.h * p.n * p.lse_itemsize
     hides = kind_of(p) != "NONE" or p.score.bias is not None
     return Config(*sizes, workspace_bytes=rows * (3 if p.score.alibi is not None else 2), hides=hides)
+
+
+def bias_itemsize(problem: Problem) -> int:
+    """Bytes that an element of a bias takes at most where it is loaded in tiles; nothing where it is not."""
+    p, shape = problem, problem.score.bias
+    return max(p.itemsize, 4) if shape is not None and shape[-2:] == (p.n, p.s) else 0
 
 
 @lru_cache
@@ -68,13 +69,13 @@ def machine(device: str) -> Machine:
 
 
 @lru_cache(maxsize=1024)
-def sizes_of(machine: Machine, itemsize: int, d: int, e: int, kind: str) -> tuple[Launch, ...]:
-    """forward, dq, dk_dv, dbias and careful, for a mask of this kind."""
+def sizes_of(machine: Machine, itemsize: int, d: int, e: int, kind: str, bias: int = 0) -> tuple[Launch, ...]:
+    """forward, dq, dk_dv, dbias and careful, for a mask of this kind and a bias of so many bytes an element."""
     width = max(padded(d), padded(e))
     careful = Launch(*next(sizes for most, sizes in CAREFUL[itemsize] if width <= most), apart=False)
     if kind == "TABLE":  # one list of tiles serves every pass
         one = Launch(*next(sizes for most, sizes in TABLE[itemsize] if width <= most))
-        return all_fitted((one, one, one, one, careful), machine, itemsize, (d, e))
+        return all_fitted((one, one, one, one, careful), machine, itemsize, (d, e), bias)
     rows = SIZES[itemsize, "masked" if kind == "INTERVAL" else "plain"]
     mains = [Launch(*one) for one in next(sizes for most, sizes in rows if width <= most)]
-    return all_fitted((*mains, careful), machine, itemsize, (d, e))
+    return all_fitted((*mains, careful), machine, itemsize, (d, e), bias)

@@ -8,12 +8,11 @@ the bias has only once. No atomics; where few tiles would leave the device idle,
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .call import Call
-from .launch import launch
+from .launch import blocks, launch
 from .steps import kernel, load, load_stats, options_at, product, recompute
 from .walk import interval
 
@@ -27,11 +26,11 @@ def bias_gradient(call: Call, do: Tensor, stats: Tensor) -> Tensor:
     assert x.bias is not None
     shape = (1,) * (4 - x.bias.dim()) + tuple(x.bias.shape)
     m, n = sizes.block_m, sizes.block_n
-    blocks = [p.b, p.h, triton.cdiv(p.n, m), triton.cdiv(p.s, n)]
+    tiled = [p.b, p.h, blocks(p.n, m), blocks(p.s, n)]
     full = [p.b, p.h, p.n, p.s]
     owns = [have == want for have, want in zip(shape, full, strict=True)]  # an axis of one that is whole is owned, too
     tiles, terms = 1, 1
-    for own, count in zip(owns, blocks, strict=True):
+    for own, count in zip(owns, tiled, strict=True):
         tiles, terms = (tiles * count, terms) if own else (tiles, terms * count)
     parts = max(1, min(terms, PROGRAMS // tiles))
     out = torch.empty(parts, *shape, dtype=stats.dtype, device=do.device)
@@ -40,16 +39,16 @@ def bias_gradient(call: Call, do: Tensor, stats: Tensor) -> Tensor:
         stats,
         stats.shape[3],
         out,
-        *call.options,
+        *call.options(sizes),
         terms,
-        triton.cdiv(terms, parts),
+        blocks(terms, parts),
         p.b,
         p.n,
         p.s,
         p.h,
         p.group,
     )
-    launch(dbias_kernel, tiles * parts, args, (*owns, call.variant(sizes)), sizes, call.kinds)
+    launch(dbias_kernel, tiles * parts, args, (*owns, call.variant(sizes, call.config.hides)), sizes, call.kinds)
     return out.sum(0).reshape(x.bias.shape).to(x.bias.dtype)
 
 
@@ -99,7 +98,19 @@ def dbias_kernel(
             lse, total = load_stats(stats_ptr, at * h + head, i, padded, b * h)
             qk, dp = product(q, k, C.D1, C), product(do, v, C.E1, C)
             _, ds, _ = recompute(
-                qk, dp, (lse[:, None], total[:, None]), i[:, None], j, first[:, None], past[:, None], options, n, s, C, False
+                qk,
+                dp,
+                (lse[:, None], total[:, None]),
+                (row * C.BLOCK_M, col * C.BLOCK_N),
+                i[:, None],
+                j,
+                first[:, None],
+                past[:, None],
+                options,
+                n,
+                s,
+                C,
+                False,
             )
             acc += tl.where(i[:, None] < n, ds, 0.0)
     rows_in, cols_in = n if OWN_N else 1, s if OWN_S else 1

@@ -17,12 +17,13 @@ ASIDE = 2048
 """Bytes for barriers, and for sums across warps."""
 
 
-def fitted(launch: Launch, name: str, machine: Machine, itemsize: int, head: tuple[int, int]) -> Launch:
-    """A pass's sizes with as many stages, then as large blocks, as fit in the machine's shared memory. `head`: d and e."""
-    if machine.hopper:
+def fitted(launch: Launch, name: str, machine: Machine, itemsize: int, head: tuple[int, int], bias: int = 0) -> Launch:
+    """A pass's sizes with as many stages, then as large blocks, as fit in the machine's shared memory. `head`: d and e. `bias`:
+    bytes of an element of a bias, if there is one."""
+    if machine.hopper and not bias:
         return launch
     launch = relieved(launch, name, machine, itemsize, head)
-    while shared_bytes(launch, name, machine, itemsize, head) > machine.shared_bytes:
+    while shared_bytes(launch, name, machine, itemsize, head, bias) > machine.shared_bytes:
         m, n = launch.block_m, launch.block_n
         if launch.stages > 1:
             launch = replace(launch, stages=launch.stages - 1)
@@ -56,19 +57,21 @@ def relieved(launch: Launch, name: str, machine: Machine, itemsize: int, head: t
             return launch
 
 
-def all_fitted(sizes: Sequence[Launch], machine: Machine, itemsize: int, head: tuple[int, int]) -> tuple[Launch, ...]:
+def all_fitted(
+    sizes: Sequence[Launch], machine: Machine, itemsize: int, head: tuple[int, int], bias: int
+) -> tuple[Launch, ...]:
     """forward, dq, dk_dv and dbias, and careful, whose blocks go on dividing the others'."""
     *mains, careful = sizes
-    mains = [fitted(one, name, machine, itemsize, head) for one, name in zip(mains, PASSES, strict=True)]
+    mains = [fitted(one, name, machine, itemsize, head, bias) for one, name in zip(mains, PASSES, strict=True)]
     for name in PASSES[:3]:
-        careful = fitted(careful, name, machine, itemsize, head)
+        careful = fitted(careful, name, machine, itemsize, head, bias)
     m, n = min(one.block_m for one in mains), min(one.block_n for one in mains)
     return *mains, replace(careful, block_m=min(careful.block_m, m), block_n=min(careful.block_n, n))
 
 
-def shared_bytes(launch: Launch, name: str, machine: Machine, itemsize: int, head: tuple[int, int]) -> int:
-    """About what a pass takes: the rows that a program owns, as many of the others as are loaded ahead, and tiles of weights
-    on their way into a product. Never much less than Triton 3.5 to 3.9 take."""
+def shared_bytes(launch: Launch, name: str, machine: Machine, itemsize: int, head: tuple[int, int], bias: int = 0) -> int:
+    """About what a pass takes: the rows that a program owns, as many of the others and tiles of a bias as are loaded ahead, and
+    tiles of weights on their way into a product. Never much less than Triton 3.5 to 3.9 take."""
     m, n, stages = launch.block_m, launch.block_n, launch.stages
     d, e = padded(head[0]), padded(head[1])
     rows, keys = m * (d if name == "forward" else d + e), n * (d + e)
@@ -83,4 +86,4 @@ def shared_bytes(launch: Launch, name: str, machine: Machine, itemsize: int, hea
         count = own + max(stages - 1, 1) * other + weights
     if itemsize == 4 and not machine.name.startswith("hip"):  # in two parts, for products of three
         count = count * 3 // 2
-    return count * itemsize + ASIDE
+    return count * itemsize + stages * m * n * bias + ASIDE

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from ...problem import Inputs, Partial, Problem
 from .call import Call
 from .config import Config
-from .launch import launch, rows
+from .launch import blocks, launch, rows
 from .steps import (
     absorb,
     absorb_sink,
@@ -36,31 +34,33 @@ from .steps import (
     weigh,
     zeros,
 )
-from .tape import Named, Tape, repeat
+from .tape import Tape, repeat
 from .walk import count_of, hide, tile_of, widened
 
 
 def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """Exact attention: one kernel, and where pairs are hidden one that looks for blocks that hidden NaN has reached."""
     p = problem
-    o, lse = x.q.new_empty(p.b, p.n, p.h, p.e), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
-    if p.s == 0 or lse.numel() == 0:
-        return Partial(o.zero_(), lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
-    note = config.note(x.q, p.b * p.h * triton.cdiv(p.n, config.forward.block_m))
-    x = x if x.sink is None else replace(x, sink=x.sink.contiguous())
-    names = {"q": x.q, "k": x.k, "v": x.v, "sink": x.sink, "o": o, "lse": lse, "note": note}
-    repeat(config.known, "forward", [x.q, x.k, x.v], names, lambda tape: _forward(Call.of(p, x, config), names, tape))
-    return Partial(o, lse)
+    if 0 in (p.b, p.n, p.s, p.h):
+        o, lse = x.q.new_zeros(p.b, p.n, p.h, p.e, dtype=made_of(p, x.q)), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
+        return Partial(o, lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
+    sink = None if x.sink is None else x.sink.contiguous()
+    given = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "alibi": x.alibi, "sink": sink}
+    made = repeat(config.known, "forward", given, lambda tape: _forward(Call.of(p, x, config), sink, tape))
+    return Partial(made["o"], made["lse"])
 
 
-def _forward(call: Call, t: Named, tape: Tape) -> None:
-    """The launches of `forward`, from and into the tensors `t`."""
-    p, x, config = call.problem, call.x, call.config
-    for sizes, grid in call.passes(config.forward, p.b * p.h, p.n, "M"):
+def _forward(call: Call, sink: Tensor | None, tape: Tape) -> None:
+    """The launches of `forward`."""
+    p, x, main, hides = call.problem, call.x, call.config.forward, call.config.hides
+    o, lse = tape.room("o", (p.b, p.n, p.h, p.e), made_of(p, x.q), x.q), tape.room("lse", (p.b, p.h, p.n), wide(x.q), x.q)
+    notes = tape.room("notes", (p.b * p.h * blocks(p.n, main.block_m),), torch.int8, x.q) if hides else None
+    for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
         q, k, v = rows(x.q, sizes.block_m), rows(x.k, sizes.block_n), rows(x.v, sizes.block_n)
         by_rows, _ = call.lists(sizes)
-        args = (*q, *k, *v, t["o"], t["lse"], t["note"], x.sink, *call.options, *call.tail(by_rows), p.b)
-        launch(forward_kernel, grid, args, (call.variant(sizes),), sizes, call.kinds, tape)
+        tape.hold(*call.kept(by_rows))
+        args = (*q, *k, *v, o, lse, notes, sink, *call.options(sizes), *call.tail(by_rows), p.b)
+        launch(forward_kernel, grid, args, (call.variant(sizes, hides),), sizes, call.kinds, tape)
 
 
 def wide(q: Tensor) -> torch.dtype:
@@ -68,23 +68,28 @@ def wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def made_of(problem: Problem, q: Tensor) -> torch.dtype:
+    """The dtype of o and of the gradients of q, k and v."""
+    return wide(q) if problem.wide else q.dtype
+
+
 @triton.jit
 def sweep(state, q, rows, keys, b, key_head, options, visits, n, s, C: tl.constexpr, FULL: tl.constexpr):
     """The state after all visited tiles of one kind, FULL or PARTIAL."""
     m, l, acc = state
-    i, first, past = rows
+    i, first, past, row = rows
     score, positions, drop, mask = options
     unit = unit_of(score, C)
     for t in tl.range(0, count_of(visits, FULL), num_stages=C.STAGES):
         col = tile_of(t, visits, C, FULL) * C.BLOCK_N
         j = (col + tl.arange(0, C.BLOCK_N))[None, :]
         k = load(keys[0], b, key_head, col, C.BLOCK_N, C.D0, C.D1)
-        x = logits(product(q, k, C.D1, C), score, positions, i, j, n, s, C)
+        x = logits(product(q, k, C.D1, C), score, positions, (row, col), i, j, n, s, C)
         if not FULL:
             x = hide(x, mask, first, past, i, j, n, s, C)
         m, l, p, alpha = absorb(m, l, x, unit, C)
         if C.DROPOUT:
-            p = tl.where(kept(drop, positions, i, j, n, s), p * drop[2], 0.0)
+            p = tl.where(kept(drop, positions, (row, col), i, j, n, s, C), p * drop[2], 0.0)
         v = load(keys[1], b, key_head, col, C.BLOCK_N, C.E0, C.E1)
         acc = weigh(p, v, scaled(acc, alpha, C.E1), x != float("-inf"), C.E1, C)
     return m, l, acc

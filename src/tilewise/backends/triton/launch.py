@@ -24,27 +24,44 @@ _compiled: dict[Any, Any] = {}
 _runtime = triton.knobs.runtime
 
 
-def readable(x: Tensor) -> Tensor:
-    """`x` "b rows heads columns" such that the copy engine can read it, which wants columns side by side and everything else in
-    steps of 16 bytes; a copy where it is not so."""
+def blocks(length: int, size: int) -> int:
+    """How many blocks of a size cover a length."""
+    return -(-length // size)
+
+
+def legal(x: Tensor) -> bool:
+    """Whether the copy engine can read `x`, of four axes: it wants the last one side by side and everything else in steps of 16
+    bytes."""
     step = 16 // x.element_size()
     sizes, strides = x.shape, x.stride()
     whole = all([n == 1 or (m > 0 and m % step == 0) for n, m in zip(sizes[:3], strides[:3], strict=True)])  # noqa: C419
-    if whole and x.data_ptr() % 16 == 0 and (strides[3] == 1 or sizes[3] == 1):
+    return whole and x.data_ptr() % 16 == 0 and (strides[3] == 1 or sizes[3] == 1)
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` "b rows heads columns" such that the copy engine can read it; a copy where it is not so."""
+    if legal(x):
         return x
-    room = x.new_empty(*sizes[:3], triton.cdiv(sizes[3], step) * step)
-    return room[..., : sizes[3]].copy_(x)
+    step = 16 // x.element_size()
+    room = x.new_empty(*x.shape[:3], blocks(x.shape[3], step) * step)
+    return room[..., : x.shape[3]].copy_(x)
 
 
 def rows(x: Tensor, count: int) -> list[Rows | None]:
     """Descriptors of blocks of `count` rows of one head, a slab of columns each, of a `readable` tensor."""
     b, n, h, cols = x.shape
     sb, sn, sh, _ = x.stride()
-    step = 16 // x.element_size()  # any legal stride does along an axis of one
-    shape = [b, h, n, cols]
-    strides = [sb if b > 1 else step, sh if h > 1 else step, sn if n > 1 else step, 1]
     first, second = slabs(cols)
-    return [Rows(x, shape, strides, [1, 1, count, first]), Rows(x, shape, strides, [1, 1, count, second]) if second else None]
+    axes = (b, h, n, cols), (sb, sh, sn)
+    return [tiles(x, axes, (count, first)), tiles(x, axes, (count, second)) if second else None]
+
+
+def tiles(x: Tensor, axes: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, int]) -> Rows:
+    """A descriptor of tiles of the last two of four axes of a tensor that is `legal`: their sizes, and all but the last one's
+    strides."""
+    step = 16 // x.element_size()  # any legal stride does along an axis of one
+    strides = [stride if size > 1 else step for size, stride in zip(*axes, strict=False)]
+    return Rows(x, list(axes[0]), [*strides, 1], [1, 1, *shape])
 
 
 def launch(

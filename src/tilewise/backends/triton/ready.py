@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...mask import Causal, Full, Lengths, Mask, Where
-from ...positions import Dense
+from ...positions import Dense, Positions
 from ...problem import Inputs, Options, Partial, Problem
+from ...ragged import Ragged
 from .backward_pass import backward
+from .call import bias_kind
 from .config import Config
 from .forward_pass import forward
 from .offline import recorded
@@ -32,6 +35,7 @@ def warm(problem: Problem, x: Inputs[Tensor], config: Config, needs: Sequence[st
     small = x.map(lambda t: t.new_zeros([min(size, FEW) for size in t.shape]))
     small.q, small.k = (t.new_zeros(*t.shape[:3], problem.d) for t in (small.q, small.k))
     small.v = small.v.new_zeros(*small.v.shape[:3], problem.e)
+    small.bias = bias_like(x.bias, bias_kind(problem, x.bias))
     likeness = Problem.describe(small, options(problem))
     config = replace(config, known={})  # what is found out about the small one does not hold for the other
     with recorded(run=True) as jobs:
@@ -43,18 +47,40 @@ def warm(problem: Problem, x: Inputs[Tensor], config: Config, needs: Sequence[st
     return [job.name for job in jobs]
 
 
+def bias_like(bias: Tensor | None, kind: str | None) -> Tensor | None:
+    """A small bias that kernels read in the same way."""
+    if bias is None or not bias.dim():
+        return None if bias is None else bias.new_zeros(())
+    *sizes, last = (min(size, FEW) for size in bias.shape)
+    room = bias.new_zeros(*sizes, 16)  # whole steps of the copy engine, for any dtype
+    return room[..., :last] if kind == "TILES" else room[..., 1 : last + 1]
+
+
 def options(problem: Problem) -> Options:
     """What a problem was asked with, for a small one."""
-    p = problem
-    return Options(mask_like(p), p.score.scale, p.score.softcap, p.dropout, deterministic=p.deterministic)
+    p, score = problem, problem.score
+    common: dict[str, Any] = {"dropout": p.dropout, "deterministic": p.deterministic, **places_like(p)}
+    return Options(mask_like(p), score.scale, score.softcap, **common)
+
+
+def places_like(problem: Problem) -> dict[str, Any]:
+    """Small positions that kernels read in the same way: packed, counted from the same first one, or looked up."""
+    p, n, s = problem, min(problem.n, FEW), min(problem.s, FEW)
+    if not isinstance(p.layout, Dense):
+        return {"ragged": Ragged.from_lengths([n], [s])}
+    if p.layout.starts is None:
+        return {"positions": (Positions.of(2 * np.arange(n)), Positions.of(2 * np.arange(s)))}
+    return {"positions": tuple(Positions(m, start=at) for m, at in zip((n, s), p.layout.starts, strict=True))}
 
 
 def mask_like(problem: Problem) -> Mask:
     """A small mask that kernels see in the same way; see `visits.look`."""
-    p, b, n, s = problem, min(problem.b, FEW), min(problem.n, FEW), min(problem.s, FEW)
+    p = problem
     if p.mask.kind == "TABLE":
-        return Where(np.ones((n, s), bool))
-    starts = p.layout.starts if isinstance(p.layout, Dense) else None
+        return Where(lambda b, h, i, j: i - j == i - j)
     if kind_of(p) == "NONE":
         return Full()
-    return Causal() if starts is not None and banded(p.mask) else Lengths(np.full(b, s))
+    starts = p.layout.starts if isinstance(p.layout, Dense) else None
+    if starts is not None and banded(p.mask):
+        return Causal()
+    return Lengths(np.full(min(p.b, FEW), p.s)) if isinstance(p.layout, Dense) else Causal()

@@ -6,8 +6,9 @@ base is e and LOG is 1: there a product with log₂ e would round more than the 
 one piece serves a tile and its transpose. Columns of a tensor are cut into one or two slabs of a power of two each (0: none):
 head sizes between powers of two cost what they are. Tuples gather what belongs together:
 
-    score      (scale, softcap, bias, slope)                   bias = (pointer, row stride, column stride)
-    positions  (of query rows, of key rows, sequence)          int64, where slopes or dropout need them
+    score      (scale, softcap, bias, slope)                   bias = (pointer, row stride, column stride),
+                                                               or (descriptor, batch entry, head)
+    positions  (of query rows, of key rows, sequence)          pointers, or where LINES the first ones; for slopes, dropout
     drop       (seed, threshold, factor, head)
     mask       (first, past, left, right, table)               table = (pointer, row stride, column stride)
     visits     (lo, full_lo, full_hi, hi, order)               see `tile_of`
@@ -203,17 +204,24 @@ def pivot(m):
 
 
 @triton.jit
-def logits(qk, score, positions, i, j, n, s, C: tl.constexpr):
-    """x from q·k. PLAIN: nothing is added or capped and the scale is positive, so x is q·k itself."""
+def logits(qk, score, positions, at, i, j, n, s, C: tl.constexpr):
+    """x from q·k, of the tile that starts at row and column `at`. PLAIN: nothing is added or capped and the scale is positive,
+    so x is q·k itself."""
     scale, softcap, bias, slope = score
     if C.PLAIN:
         x = qk
     else:
         x = qk * scale
-        if C.BIAS:
+        if C.BIAS == "TILES":
+            tile = bias[0].load([bias[1], bias[2], at[0], at[1]]).reshape(C.BLOCK_M, C.BLOCK_N)
+            if i.shape[0] == 1:  # a tile that lies on its side
+                x += tile.T.to(C.ACC)
+            else:
+                x += tile.to(C.ACC)
+        elif C.BIAS == "POINTS":
             x += tl.load(bias[0] + i * bias[1] + j * bias[2], mask=(i < n) & (j < s), other=0.0).to(C.ACC)
         if C.ALIBI:
-            x -= slope * distance(positions, i, j, n, s).to(C.ACC)
+            x -= slope * distance(positions, i, j, n, s, C).to(C.ACC)
         if C.CAPPED:
             x = softcap * tanh(x / softcap)
         x *= C.LOG
@@ -249,45 +257,68 @@ def tanh(x):
 
 
 @triton.jit
-def distance(positions, i, j, n, s):
+def distance(positions, i, j, n, s, C: tl.constexpr):
     """|i − j| in positions."""
-    return tl.abs(tl.load(positions[0] + i, mask=i < n, other=0) - tl.load(positions[1] + j, mask=j < s, other=0))
+    row, col = places(positions, i, j, n, s, C)
+    return tl.abs(row - col)
 
 
 @triton.jit
-def kept(drop, positions, i, j, n, s):
-    """Which pairs survive dropout: `dropout.Dropout.keep`, one evaluation of Philox a pair."""
+def places(positions, i, j, n, s, C: tl.constexpr):
+    """Positions of rows i and columns j."""
+    if C.LINES:
+        row, col = i + positions[0], j + positions[1]
+    else:
+        row, col = tl.load(positions[0] + i, mask=i < n, other=0), tl.load(positions[1] + j, mask=j < s, other=0)
+    return row, col
+
+
+@triton.jit
+def kept(drop, positions, at, i, j, n, s, C: tl.constexpr):
+    """Which pairs of the tile at `at` survive dropout: `dropout.Dropout.keep`. Where LINES one evaluation of Philox serves four
+    keys, else one."""
     seed_ptr, threshold, _, head = drop
-    row, col = tl.load(positions[0] + i, mask=i < n, other=0), tl.load(positions[1] + j, mask=j < s, other=0)
-    sequence = tl.load(positions[2] + i, mask=i < n, other=0)
-    quad, lane = (col >> 2).to(tl.uint32), col & 3
-    counter_h, counter_i, counter_b = tl.full([], head, tl.uint32), row.to(tl.uint32), sequence.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), quad, counter_i, counter_h, counter_b)
-    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)) >= threshold
+    seed, head = tl.load(seed_ptr), (head + tl.load(seed_ptr + 1)).to(tl.uint32)
+    if C.LINES:
+        row = (at[0] + positions[0] + tl.arange(0, C.BLOCK_M))[:, None].to(tl.uint32)
+        quad = ((at[1] + positions[1]) // 4 + tl.arange(0, C.BLOCK_N // 4))[None, :].to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(seed, quad, row, head, positions[2].to(tl.uint32))
+        first = tl.join((w0 >= threshold).to(tl.int8), (w2 >= threshold).to(tl.int8))
+        second = tl.join((w1 >= threshold).to(tl.int8), (w3 >= threshold).to(tl.int8))
+        keep = tl.join(first, second).reshape(C.BLOCK_M, C.BLOCK_N) != 0
+        if i.shape[0] == 1:  # a tile that lies on its side
+            keep = keep.T
+    else:
+        row, col = places(positions, i, j, n, s, C)
+        sequence = tl.load(positions[2] + i, mask=i < n, other=0)
+        quad, lane = (col >> 2).to(tl.uint32), col & 3
+        w0, w1, w2, w3 = tl.philox(seed, quad, row.to(tl.uint32), head, sequence.to(tl.uint32))
+        keep = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)) >= threshold
+    return keep
 
 
 # ---- backward
 
 
 @triton.jit
-def recompute(qk, dp, stats, i, j, first, past, options, n, s, C: tl.constexpr, FULL: tl.constexpr):
-    """Of one tile: the weights p after dropout, ds by scale·q·k + extra, and which pairs are seen. `stats` = (lse in the base,
-    delta − dlse), shaped as i.
+def recompute(qk, dp, stats, at, i, j, first, past, options, n, s, C: tl.constexpr, FULL: tl.constexpr):
+    """Of the tile at `at`: the weights p after dropout, ds by scale·q·k + extra, and which pairs are seen. `stats` = (lse in
+    the base, delta − dlse), shaped as i.
 
     ds = p∘(dp − delta + dlse), where dp = do·vᵀ has passed dropout; then through the cap
     """
     score, positions, drop, mask = options
-    x = logits(qk, score, positions, i, j, n, s, C)
+    x = logits(qk, score, positions, at, i, j, n, s, C)
     if not FULL:
         x = hide(x, mask, first, past, i, j, n, s, C)
     p = power(x * unit_of(score, C) - stats[0], C)
     weights = p
     if C.DROPOUT:
-        keep = kept(drop, positions, i, j, n, s)
+        keep = kept(drop, positions, at, i, j, n, s, C)
         weights, dp = tl.where(keep, p * drop[2], 0.0), tl.where(keep, dp * drop[2], 0.0)
     ds = through_cap(p * (dp - stats[1]), x, score, C)
     seen = x != float("-inf")
-    if C.BIAS or not FULL:
+    if C.BIAS is not None or not FULL:
         ds = tl.where(seen, ds, 0.0)
     if C.CAREFUL:  # a row whose lse is NaN has weights of NaN everywhere
         weights = tl.where(seen, weights, 0.0)
@@ -311,18 +342,22 @@ def options_at(b, head, given, C: tl.constexpr):
         scale, softcap, bias, bias_b, bias_h, bias_n, bias_s, slope, alibi_b, seed, threshold, factor,
         i_ptr, j_ptr, r_ptr, i_b, j_b, first, past, row_b, left, right, table, table_b, table_h, table_n, table_s,
     ) = given  # fmt: skip
-    if C.BIAS:
-        bias += b * bias_b + head * bias_h
+    if C.BIAS == "TILES":
+        bias = (bias, (b * bias_b).to(tl.int32), (head * bias_h).to(tl.int32))
+    elif C.BIAS == "POINTS":
+        bias = (bias + b * bias_b + head * bias_h, bias_n, bias_s)
     else:
         bias = 0
     if C.ALIBI:
         slope = tl.load(slope + b * alibi_b + head).to(C.ACC)
     else:
         slope = 0
-    if C.ALIBI or C.DROPOUT:
-        i_ptr, j_ptr, r_ptr = i_ptr + b * i_b, j_ptr + b * j_b, r_ptr + b * i_b
+    if C.LINES:
+        positions = (i_b.to(tl.int32), j_b.to(tl.int32), b)
+    elif C.ALIBI or C.DROPOUT:
+        positions = (i_ptr + b * i_b, j_ptr + b * j_b, r_ptr + b * i_b)
     else:
-        i_ptr, j_ptr, r_ptr = 0, 0, 0
+        positions = 0
     if not C.DROPOUT:
         seed = 0
     if C.MASK == "NONE" or C.BAND:
@@ -333,19 +368,19 @@ def options_at(b, head, given, C: tl.constexpr):
         table += b * table_b + head * table_h
     else:
         table = 0
-    score = (tl.full([], scale, C.ACC), tl.full([], softcap, C.ACC), (bias, bias_n, bias_s), slope)
+    score = (tl.full([], scale, C.ACC), tl.full([], softcap, C.ACC), bias, slope)
     drop = (seed, threshold, tl.full([], factor, C.ACC), head)
-    return score, (i_ptr, j_ptr, r_ptr), drop, (first, past, left, right, (table, table_n, table_s))
+    return score, positions, drop, (first, past, left, right, (table, table_n, table_s))
 
 
 @triton.jit
 def block_of_rows(at, block, given, lists, sizes, C: tl.constexpr):
     """What a program that owns a block of query rows starts from: batch entry and head, options, the rows' indices, (i, first,
-    past) shaped as i, and the key tiles to visit."""
+    past) shaped as i and where the block starts, and the key tiles to visit."""
     n, s, h, _ = sizes
     b, head = at // h, at % h
     options = options_at(b, head, given, C)
     rows = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     first, past = interval(options[3], rows, n, s, C)
     visits = visits_of_rows(options[3], lists_at(b, head, block, lists, C, True), first, past, rows, n, s, C)
-    return b, head, options, rows, (rows[:, None], first[:, None], past[:, None]), visits
+    return b, head, options, rows, (rows[:, None], first[:, None], past[:, None], block * C.BLOCK_M), visits

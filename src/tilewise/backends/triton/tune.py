@@ -32,6 +32,7 @@ from .forward_pass import forward, wide
 from .launch import readable
 from .offline import Job, pretend, recorded
 from .store import Found, Key, key_of
+from .tape import Tape
 
 Timer = Callable[[dict[str, Callable[[], None]], float], dict[str, list[float]]]
 """Seconds of single calls of contenders that take turns for about so many seconds: `bench.timing.burst` on a clock."""
@@ -128,7 +129,7 @@ class Bench:
         if self.config is not None:
             return self.config
         p = self.problem
-        found = sizes.sizes_of(sizes.machine(self.device), p.itemsize, p.d, p.e, p.mask.kind)
+        found = sizes.sizes_of(sizes.machine(self.device), p.itemsize, p.d, p.e, p.mask.kind, sizes.bias_itemsize(p))
         return replace(sizes.configure(p), **dict(zip((*PASSES, "careful"), found, strict=True)), known={})
 
     @cached_property
@@ -141,7 +142,7 @@ class Bench:
         else:
             o, lse = forward(p, self.x, config)
         do = readable(do.contiguous())
-        return do, prepare(Call.of(p, self.x, config), readable(o), do, lse, None)
+        return do, prepare(Call.of(p, self.x, config), readable(o), do, (lse, None), Tape({}))
 
     def answer(self, name: str, launch: Launch) -> list[Tensor]:
         """What a pass computes with these sizes."""
@@ -151,8 +152,8 @@ class Bench:
         do, stats = self.saved
         call = Call.of(self.problem, self.x, config)
         if name == "dq":
-            return [dq(call, do, stats, False)[0]]
-        return list(dk_dv(call, do, stats)) if name == "dk_dv" else [bias_gradient(call, do, stats)]
+            return [dq(call, do, stats, False, Tape({}))]
+        return list(dk_dv(call, do, stats, Tape({}))) if name == "dk_dv" else [bias_gradient(call, do, stats)]
 
     def jobs(self, name: str, launch: Launch) -> list[Job]:
         """The launches of a pass with these sizes, not yet done."""
@@ -174,7 +175,10 @@ def choices(machine: Machine, bench: Bench, name: str) -> list[Launch]:
             continue
         own = {"forward": m * p.e, "dq": m * p.d, "dk_dv": n * (p.d + p.e), "dbias": m * n}[name]
         held = (own + m * n * (1 if name == "forward" else 2)) / (32 * warps)  # registers, of sums and of scores
-        if 16 <= held <= 256 and shared_bytes(one, name, machine, p.itemsize, (p.d, p.e)) <= machine.shared_bytes:
+        if (
+            16 <= held <= 256
+            and shared_bytes(one, name, machine, p.itemsize, (p.d, p.e), sizes.bias_itemsize(p)) <= machine.shared_bytes
+        ):
             found.append(one)
     return found
 

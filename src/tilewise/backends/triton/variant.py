@@ -33,8 +33,11 @@ class Variant:
     BAND: Any
     """An INTERVAL that is a band around the diagonal."""
     BIAS: Any
+    """None; TILES, read by the copy engine; or POINTS, read one by one."""
     ALIBI: Any
     DROPOUT: Any
+    LINES: Any
+    """Rows follow each other: their positions are those of the first ones and counting, and no arrays."""
     PLAIN: Any
     """Logits are q·k times a positive scale and nothing else."""
     CAPPED: Any

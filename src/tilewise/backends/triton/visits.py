@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from ...mask import Both, Causal, Full, Mask, Tile, Where, Window
 from ...positions import Dense
 from ...problem import Problem
 from ...tiles import TileShape
-from .launch import launch
+from .launch import blocks, launch
 from .refusals import LONGEST
 from .sizes import Launch
 from .steps import kernel
@@ -128,7 +127,7 @@ def survey(problem: Problem, sight: Sight, shape: TileShape) -> Tensor:
     """The kind of every tile, int32 "b h row-blocks key-blocks" with b = 1, h = 1 where the table does not differ by them."""
     assert sight.table is not None and sight.first is not None and sight.past is not None
     p, table = problem, sight.table
-    rows, cols = triton.cdiv(p.n, shape.block_m), triton.cdiv(p.s, shape.block_n)
+    rows, cols = blocks(p.n, shape.block_m), blocks(p.s, shape.block_n)
     b = 1 if len(sight.first) == 1 and table.stride(0) == 0 else p.b
     h = 1 if table.stride(1) == 0 else p.h
     kinds = table.new_empty(b, h, rows, cols, dtype=torch.int32)
@@ -142,7 +141,7 @@ def survey_cols(problem: Problem, sight: Sight, shape: TileShape) -> Tensor:
     """For each block of keys the row blocks (lo, full_lo, full_hi, hi) that visit it: int32 "b 1 key-blocks 4", b = 1 where
     batch entries agree."""
     assert sight.first is not None and sight.past is not None
-    b, cols = len(sight.first), triton.cdiv(problem.s, shape.block_n)
+    b, cols = len(sight.first), blocks(problem.s, shape.block_n)
     count = sight.first.new_empty(b, 1, cols, 4)
     launch(survey_cols_kernel, b * cols, (sight.first, sight.past, count, problem.n, problem.s), shape, SURVEY)
     return count

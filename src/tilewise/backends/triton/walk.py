@@ -58,11 +58,12 @@ def visits_of_rows(mask, lists, first, past, rows, n, s, C: tl.constexpr):
 
 @triton.jit
 def visits_of_cols(mask, lists, col, n, s, C: tl.constexpr):
-    """The blocks of query rows that visit the key tile which starts at `col`. One that ends past the last row is PARTIAL."""
+    """The blocks of query rows that visit the key tile which starts at `col`. Under a mask one that ends past the last row is
+    PARTIAL."""
     order, count = lists
     last = tl.cdiv(n, C.BLOCK_M)
     if C.MASK == "NONE":
-        visits = (last * 0, last * 0, n // C.BLOCK_M, last, order)
+        visits = (last * 0, last * 0, last, last, order)
     elif C.MASK == "TABLE" or not C.BAND:
         visits = counted(order, count)
     else:

@@ -36,7 +36,7 @@ class Peer:
 
     def reasons(self, task: Task) -> str:
         """Everything that speaks against measuring this peer; empty where nothing does."""
-        return self.absent(task.problem.device) or "; ".join(self.why_not(task))
+        return self.absent(torch.device(task.problem.device).type) or "; ".join(self.why_not(task))
 
 
 def contender(peer: Peer, task: Task, change: Callable[[Attention], Attention] | None = None) -> Callable[[], Any]:

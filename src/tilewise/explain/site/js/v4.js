@@ -36,9 +36,7 @@ function heat(svg, rows, cols, value, marked = () => false, size = (x) => x) {
   cells(svg, rows, cols).forEach(([box, text], at) => {
     const x = values[at], share = x === null ? 0 : (size(x) - low) / (high - low || 1);
     box.setAttribute("class", x === null ? "cellbox hidden" : `cellbox s${Math.round(SHADES * share)}${marked(Math.floor(at / cols), at % cols) ? " top" : ""}`);
-    if (!text) return;
-    text.textContent = x === null ? "" : number(x, 2);
-    text.classList.toggle("strong", share > 0.55);
+    if (text) text.textContent = x === null ? "" : number(x, 2);
   });
 }
 

@@ -1,0 +1,240 @@
+"""One call of attention over many ranks: what was asked, what the ranks have agreed on, and the plans that follow. Plans are
+kept, for a model asks the same of every layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import OptionError
+from ..backends import make_plan as make_block_plan
+from ..dropout import Dropout
+from ..mask import Mask, Where
+from ..mask.base import Both
+from ..problem import Inputs, Options, Partial, Problem
+from .agree import OWN, agree, fingerprint
+from .choose import choose, method_named
+from .execute import backward_given, backward_results, forward_given, forward_results, run
+from .kernel import Kernel
+from .layout import Named, lay_out_as_held, name_layout
+from .owners import Owners
+from .program import Method, Plan, Post
+from .schedule import make_plan
+from .transport import Handle, Transport, run_steps
+
+PASSING = ("seed", "gradients")
+"""Terms that a setting does not depend on."""
+
+MOST_SETTINGS = 64
+"""So many calls of different kinds are remembered."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller says beside tensors. `layout` and `method` by name or as values; `wire`: bytes of an element in which
+    gradients of keys and values travel, None for as many as they are kept in."""
+
+    mask: Mask | None
+    layout: Named | tuple[Owners, Owners]
+    method: str | Method = "auto"
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int | None = None
+    backend: str | None = None
+    wire: int | None = None
+
+
+class Shards(NamedTuple):
+    """A rank's tensors: q "b n h d", k "b s g d", v "b s g e", and alibi "h" or "b h" and sink "h" of the whole model."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alibi: Tensor | None = None
+    sink: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What follows from an agreement, and holds for every call like it: who owns what, how it moves, and blocks to run."""
+
+    q: Owners
+    kv: Owners
+    method: Method
+    wire: dict[str, int]
+    kernel: Kernel
+
+    @cached_property
+    def forward(self) -> Plan:
+        return make_plan(self.kernel.problem, self.q, self.kv, self.method)
+
+    @cached_property
+    def backward(self) -> Plan:
+        return make_plan(self.kernel.problem, self.q, self.kv, self.method, backward=True, wire=self.wire)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A setting with this call's own seed, slopes and sinks, and who carries its messages."""
+
+    setting: Setting
+    kernel: Kernel
+    transport: Transport
+    deadline_s: float
+
+    def forward(self, x: Shards) -> Partial:
+        """o and lse of this rank's rows."""
+        return run_steps(self._forward(x), self.transport, self.deadline_s)
+
+    def backward(self, x: Shards, saved: Partial, grads: Partial) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's rows, and total = delta − dlse "b h n" of them."""
+        self.transport.begin()
+        return run_steps(self._backward(x, saved, grads), self.transport, self.deadline_s)
+
+    def _forward(self, x: Shards) -> Generator[Handle, None, Partial]:
+        plan, rank = self.setting.forward, self.transport.rank
+        given = forward_given(plan, rank, x.q, x.k, x.v)
+        return forward_results((yield from run(plan, rank, given, self.kernel, self._post)))
+
+    def _backward(self, x: Shards, saved: Partial, grads: Partial) -> Generator[Handle, None, Any]:
+        plan, rank, wide = self.setting.backward, self.transport.rank, saved.lse.dtype
+        total = (grads.o.to(wide) * saved.o.to(wide)).sum(-1).transpose(1, 2) - grads.lse
+        given = backward_given(plan, rank, (x.q, x.k, x.v), grads.o, saved.lse, total)
+        found = yield from run(plan, rank, given, self.kernel, self._post)
+        return *backward_results(plan, found, x.q.dtype), total
+
+    def _post(self, op: Post, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Handle:
+        return self.transport.post(op.step, sends, recvs)
+
+
+def settle(x: Shards, asked: Asked, transport: Transport, deadline_s: float) -> Call:
+    """The call that all ranks make, once they have compared what they were asked. The same error everywhere, before any data
+    moves, where they differ or one of them was asked what it cannot do."""
+    error, terms = None, {}
+    try:
+        check(x, asked)
+        terms = terms_of(x, asked)
+    except Exception as found:
+        error = found
+    transport.begin()
+    gather = partial(transport.gather, deadline_s=deadline_s)
+    theirs = agree(terms, gather, error)
+    counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
+    setting = _setting(x, asked, (counts, terms), (transport, gather))
+    seed = theirs[0][OWN + "draw"] if asked.seed is None else asked.seed
+    drop = Dropout(asked.dropout, seed) if asked.dropout > 0 else None
+    return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s)
+
+
+def check(x: Shards, asked: Asked) -> None:
+    """Raise where this rank's own arguments make no sense, or no backend takes them."""
+    options = Options(asked.mask, asked.scale, asked.softcap)
+    problem = Problem.describe(_inputs(x), replace(options, mask=None))
+    make_block_plan(replace(problem, wide=True, score=replace(problem.score, sink=False)), asked.backend)
+    Dropout(asked.dropout, 0)
+    if isinstance(asked.layout, Named):
+        name_layout(*asked.layout)
+    if x.alibi is not None and x.alibi.requires_grad:
+        raise OptionError("alibi: its slopes get no gradient over many ranks: detach them, or learn them on one")
+    if asked.wire not in (None, 2, 4, 8):
+        raise OptionError(f"wire: gradients travel in 2, 4 or 8 bytes an element, got {asked.wire}")
+
+
+def terms_of(x: Shards, asked: Asked) -> dict[str, Any]:
+    """What all ranks must say alike, and how many rows this one holds."""
+    (b, n, h, d), (_, s, g, e) = x.q.shape, x.v.shape
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    return {
+        **{f"axis {axis}": size for axis, size in zip("bhgde", (b, h, g, d, e), strict=True)},
+        "dtype": str(x.q.dtype).removeprefix("torch."),
+        "mask": fingerprint(asked.mask),
+        "layout": _layout_term(asked.layout),
+        "method": str(asked.method),
+        **{name: getattr(asked, name) for name in ("scale", "softcap", "dropout", "seed", "backend", "wire")},
+        **{name: None if t is None else list(t.shape) for name, t in (("alibi", x.alibi), ("sink", x.sink))},
+        "gradients": learns,
+        OWN + "rows of q": n,
+        OWN + "rows of k": s,
+        OWN + "draw": int(torch.randint(2**63 - 1, ())) if asked.dropout > 0 and asked.seed is None else 0,
+    }
+
+
+def _layout_term(layout: Named | tuple[Owners, Owners]) -> str:
+    if not isinstance(layout, Named):
+        return " and ".join(", ".join(str(shard.ranges) for shard in side.shards) for side in layout)
+    name = name_layout(*layout)
+    return f"balanced by {fingerprint(layout.mask)}" if name == "balanced" else name
+
+
+def _setting(x: Shards, asked: Asked, agreed: tuple[list, dict], by: tuple[Transport, Callable]) -> Setting:
+    """The setting of a call, kept under all that it depends on. All ranks of a group have settled the same calls, so all know
+    it or none does. One with a function of positions is made anew, for that may answer differently each time."""
+    (counts, terms), (transport, gather) = agreed, by
+    words = tuple(json.dumps(value) for name, value in terms.items() if not name.startswith(OWN) and name not in PASSING)
+    key = (*words, *counts, x.q.device)
+    if key in transport.settings:
+        return transport.settings[key]
+    sides, problem = _share(x, asked, counts)
+    method = settle_method(asked, problem, transport, gather)
+    wire = {} if asked.wire is None else {"dkv": asked.wire}
+    made = Setting(*sides, method, wire, Kernel(problem, x.alibi, x.sink, asked.backend))
+    if not _asks_functions(asked.mask):
+        if len(transport.settings) >= MOST_SETTINGS:
+            del transport.settings[next(iter(transport.settings))]
+        transport.settings[key] = made
+    return made
+
+
+def _share(x: Shards, asked: Asked, counts: list[tuple[int, ...]]) -> tuple[tuple[Owners, Owners], Problem]:
+    """Who owns which rows, and the problem of all of them."""
+    n, s = (sum(side) for side in counts)
+    (b, _, h, d), (_, _, g, e) = x.q.shape, x.v.shape
+    nothing = x.q.new_empty(1)  # tensors of the whole size that take no memory
+    q, k, v = (nothing.expand(size) for size in ((b, n, h, d), (b, s, g, d), (b, s, g, e)))
+    problem = Problem.describe(_inputs(Shards(q, k, v, x.alibi, x.sink)), Options(asked.mask, asked.scale, asked.softcap))
+    problem.check_values()
+    if isinstance(asked.layout, Named):
+        of_q, of_kv = (lay_out_as_held(asked.layout, rows, side, b) for side, rows in zip("qk", counts, strict=True))
+        return (of_q, of_kv), problem
+    for side, rows, owner in zip("qk", counts, asked.layout, strict=True):
+        if owner.counts != list(rows):
+            raise OptionError(f"layout: owners of {side} share {owner.counts} rows, the ranks hold {list(rows)}")
+    return asked.layout, problem
+
+
+def settle_method(asked: Asked, problem: Problem, transport: Transport, gather: Callable) -> Method:
+    """How keys move. "auto": what the first rank forecasts to be fastest for the layout, by `choose`, and tells the others:
+    what it found for one batch of documents it takes for the next of as many rows. Owners given one by one, of which a
+    forecast knows nothing, send keys straight to whoever needs them. "heads": rows are exchanged for heads, no keys move."""
+    if isinstance(asked.method, Method):
+        return asked.method
+    if asked.method != "auto":
+        return Method("direct", heads=transport.world) if asked.method == "heads" else Method(asked.method)
+    if transport.world == 1 or not problem.n or not problem.s or not isinstance(asked.layout, Named):
+        return Method("direct")
+    name, p = name_layout(*asked.layout), problem
+    key = (name, p.mask.encode().text, p.b, p.n, p.s, p.h, p.g, p.d, p.e, p.dtype)
+    error, text = None, ""
+    try:
+        if transport.rank == 0 and key not in transport.methods:
+            transport.methods[key] = choose(problem, transport.world, layout=name).method
+        text = str(transport.methods.get(key, ""))
+    except Exception as found:
+        error = found
+    return method_named(agree({OWN + "method": text}, gather, error)[0][OWN + "method"])
+
+
+def _inputs(x: Shards) -> Inputs[Tensor]:
+    return Inputs(x.q, x.k, x.v, alibi=x.alibi, sink=x.sink)
+
+
+def _asks_functions(mask: Mask | None) -> bool:
+    parts = mask.parts if isinstance(mask, Both) else (mask,)
+    return any(isinstance(part, Where) and callable(part.test) for part in parts)

@@ -1,0 +1,80 @@
+"""Names of layouts, and which one a mask asks for. Both a shard and a call find their rows here, so the same words give the
+same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .._errors import OptionError, ShapeError
+from ..mask import Causal, Chunked, Documents, Full, Mask, Prefix, Window
+from ..mask.base import Both
+from ..problem import Inputs, Options, Problem
+from .owners import Owners, balanced, contiguous, striped, zigzag
+from .runs import Runs
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+
+
+class Named(NamedTuple):
+    """A layout by name, and the mask that it goes by: that of a call, unless many calls with masks of their own share rows."""
+
+    name: str
+    mask: Mask | None = None
+
+
+def name_layout(layout: str, mask: Mask | None) -> str:
+    """The layout that "auto" stands for: documents are shared out by area; a window, or chunks, keep neighbours together, so
+    that only neighbours talk; what is causal otherwise is folded, so that early and late rows meet; anything else stays in
+    order.
+
+    >>> name_layout("auto", Causal()), name_layout("auto", Window(left=99, right=0)), name_layout("striped", None)
+    ('zigzag', 'contiguous', 'striped')
+    """
+    if layout != "auto":
+        if layout not in LAYOUTS:
+            raise OptionError(f"layout must be auto, {', '.join(LAYOUTS)} or Owners, got {layout!r}")
+        return layout
+    parts = mask.parts if isinstance(mask, Both) else (mask,)
+    if any(isinstance(part, Documents) for part in parts):
+        return "balanced"
+    if any(isinstance(part, Chunked) or (isinstance(part, Window) and part.left is not None) for part in parts):
+        return "contiguous"
+    causal = any(isinstance(part, Causal | Prefix) or (isinstance(part, Window) and part.right is not None) for part in parts)
+    return "zigzag" if causal else "contiguous"
+
+
+def lay_out(layout: Named, length: int, world: int, batch: int = 1) -> Owners:
+    """The rows of each rank. `batch`: entries of the batch, which an array of the mask may tell apart."""
+    name = name_layout(*layout)
+    if name == "balanced":
+        return balanced(_of_rows(length, layout.mask, batch), world)
+    return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[name](length, world)
+
+
+def lay_out_as_held(layout: Named, counts: Sequence[int], side: str, batch: int = 1) -> Owners:
+    """The rows of each rank, where rank r holds `counts[r]` of them. In the contiguous layout a rank may hold any number."""
+    length, world, name = sum(counts), len(counts), name_layout(*layout)
+    if name == "contiguous":
+        ends = np.cumsum([0, *counts]).tolist()
+        return Owners(length, tuple(Runs.span(lo, hi) for lo, hi in pairwise(ends)))
+    owners = lay_out(Named(name, layout.mask), length, world, batch)
+    for rank, (have, want) in enumerate(zip(counts, owners.counts, strict=True)):
+        if have != want:
+            axis = "n" if side == "q" else "s"
+            raise ShapeError(
+                f"axis {axis}: rank {rank} holds {have} rows of {side}; of {length} rows over {world} ranks the {name} layout"
+                f" gives it {want}"
+            )
+    return owners
+
+
+def _of_rows(length: int, mask: Mask | None, batch: int) -> Problem:
+    """A problem of these rows among themselves, whose areas the rows are weighed by."""
+    x = np.broadcast_to(np.float32(0), (batch, length, 1, 1))
+    problem = Problem.describe(Inputs(x, x, x), Options(Full() if mask is None else mask))
+    problem.check_values()
+    return problem

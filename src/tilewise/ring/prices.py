@@ -1,0 +1,63 @@
+"""Seconds of everything a rank does on its own: attend, merge, copy, finish. What moves bytes costs them at the memory's rate,
+what multiplies costs operations at the kernel's; both are arrays where what is asked about is.
+
+Source: Williams et al. 2009, Roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .links import SPLIT, TILE, Machine
+from .program import Plan
+
+Amount = float | np.ndarray
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of a plan's operations on one kind of device. Only sizes of the plan are looked at, never its programs."""
+
+    plan: Plan
+    machine: Machine
+
+    def attend(self, rows: Amount, pairs: Amount, heads: int, full: bool | np.ndarray) -> np.ndarray:
+        """One block: query rows, visible pairs of a head over the batch, query heads, and whether no pair of it is hidden.
+
+        launch + max(operations / rate, bytes / bandwidth), of pairs + rows · edge pairs, 2(d + e) operations each forward and
+        2(3d + 2e) backward; slower where there are too few tiles for the processors. 0 where no row sees anything."""
+        p, m, backward = self.plan.problem, self.machine, self.plan.backward
+        rates = m.rates(backward)
+        rows, pairs = np.asarray(rows, float), np.asarray(pairs, float)
+        lines = np.maximum(p.b * rows, 1)  # of a score matrix
+        keys = pairs / lines
+        worked = pairs + lines * np.where(full, rates.edge, rates.torn_edge)
+        tiles = p.b * heads * np.maximum(rows / TILE, 1) * np.maximum(keys / SPLIT, 1)
+        rate = rates.at(max(p.d, p.e)) * np.minimum(1, tiles / m.processors)
+        operations = worked * heads * 2 * (3 * p.d + 2 * p.e if backward else p.d + p.e)
+        read = "q do stats dq" if backward else "q part"
+        moved = heads * sum(rows * self.plan.row_bytes(kind) for kind in read.split())
+        moved = moved + keys * -(-heads // p.group) * self.plan.row_bytes("kv") * (3 if backward else 1)
+        seconds = m.launch_s + np.maximum(operations / rate, moved / m.hbm_bytes_s)
+        return np.where(rows > 0, seconds, 0.0)
+
+    def combine(self, kind: str, rows: Amount, heads: int) -> np.ndarray:
+        """Merge or add: both are read, one is written."""
+        return self._move(3 * self.plan.row_bytes(kind) * np.asarray(rows, float) * heads)
+
+    def copy(self, kind: str, rows: Amount, heads: int) -> np.ndarray:
+        return self._move(2 * self.plan.row_bytes(kind) * np.asarray(rows, float) * heads)
+
+    def finish(self, rows: Amount, heads: int) -> np.ndarray:
+        """The part is read, output and lse are written."""
+        width = sum(self.plan.row_bytes(kind) for kind in ("part", "out", "lse"))
+        return self._move(width * np.asarray(rows, float) * heads)
+
+    def alone(self, rows: float, pairs: float) -> float:
+        """The whole problem on one device, in one call: the measure of efficiency. `rows`: queries that see anything."""
+        p = self.plan.problem
+        return float(self.attend(rows, pairs, p.h, pairs == p.b * p.n * p.s) + self.finish(p.n, p.h))
+
+    def _move(self, size: np.ndarray) -> np.ndarray:
+        return np.where(size > 0, self.machine.launch_s + size / self.machine.hbm_bytes_s, 0.0)

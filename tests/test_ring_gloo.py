@@ -1,0 +1,142 @@
+"""Attention over 2, 3 and 4 processes that talk over Gloo: the same numbers as on one device, one error on all ranks where they
+differ, and an end within seconds where one of them is lost. Processes are started once for each number of ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import ring_workers as workers
+import torch
+
+import tilewise as tw
+from tilewise.ring.agree import SIZE, agree, pack, unpack
+
+MORE = {
+    2: ["their_names", "half_the_wire", "transformers_model"],
+    3: ["two_groups_at_once", "rows_move", "distributed_tensors", "learns", "their_names"],
+    4: ["two_groups_at_once", "rows_move"],
+}
+"""What is checked beside all cases, by the number of ranks."""
+
+SECONDS = 5.0
+"""Within which a loss is known everywhere."""
+
+
+@pytest.mark.parametrize("world", MORE)
+def test_many_ranks_are_one_device(world, tmp_path):
+    names = [*workers.cases(world), *MORE[world]]
+    for rank, checks in enumerate(workers.run(world, "checks", tmp_path, names)):
+        assert isinstance(checks, dict), f"rank {rank} {checks}"
+        assert list(checks) == names
+        for check, found in checks.items():
+            assert isinstance(found, dict), f"rank {rank}, {check}: {found}"
+            assert found
+            wrong = {name: (error, limit) for name, (error, limit) in found.items() if not error <= limit}
+            assert not wrong, f"rank {rank}, {check}"
+
+
+ERRORS = {
+    "heads": "ShapeError: axis h: rank 0 of the group has 4, rank 2 has 2",
+    "dtype": "DtypeError: dtype: rank 0 of the group has float32, rank 2 has float64",
+    "mask": "OptionError: mask: rank 0 of the group has causal(), rank 2 has window(3, None)",
+    "layout": "OptionError: layout: rank 0 of the group has zigzag, rank 2 has striped",
+    "method": "OptionError: method: rank 0 of the group has ring, rank 2 has gather",
+    "softcap": "OptionError: softcap: rank 0 of the group has None, rank 2 has 30.0",
+    "gradients": "OptionError: gradients: rank 0 of the group has False, rank 2 has True",
+    "rows": "ShapeError: axis n: rank 0 holds 5 rows of q; of 12 rows over 3 ranks the zigzag layout gives it 4",
+    "roll": "OptionError: call: rank 0 of the group has roll by 1, rank 2 has roll by 2",
+    "after": "nothing",
+}
+
+
+def test_ranks_that_differ_raise_one_error_everywhere_and_go_on(tmp_path):
+    ranks = workers.run(3, "mismatches", tmp_path)
+    for errors in ranks:
+        assert isinstance(errors, dict), errors
+        assert {name: errors[name] for name in ERRORS} == ERRORS
+        assert errors["array"] == ranks[0]["array"]
+        assert errors["array"].startswith("OptionError: mask: rank 0 of the group has documents(int64[10] ")
+    *others, mine = ranks
+    assert mine["one is wrong"] == "ShapeError: axis d: q (1, 5, 4, 8) has 8 but k (1, 5, 4, 3) has 3"
+    assert mine["one backend"].startswith("Unsupported: backend 'triton' cannot run this")
+    for errors in others:
+        assert errors["one is wrong"] == f"ShapeError: rank 2: {mine['one is wrong']}"
+        assert errors["one backend"] == f"RuntimeError: rank 2: {mine['one backend']}"
+
+
+def test_a_lost_rank_is_named_by_all_others_within_seconds(tmp_path):
+    *ranks, last = workers.run(4, "faults", tmp_path)
+    assert last == "died"
+    assert all(isinstance(x, dict) for x in ranks), ranks
+    for rank, found in enumerate(ranks):
+        (silent, when_silent, _), (raises, when_raised, _), (dies, when_dead, _) = (
+            found[name] for name in ("silent", "raises", "dies")
+        )
+        assert silent == f"PeerLost: rank 1 of the group was lost at step 1: {workers.SILENT}"
+        assert rank == 1 or when_silent < workers.DEADLINE_S + SECONDS
+        division = "ZeroDivisionError: division by zero"
+        said = division if rank == 2 else f"PeerLost: rank 2 of the group was lost at step 0: it raised {division}"
+        assert raises == said
+        assert when_raised < SECONDS
+        assert dies.startswith("PeerLost: rank 3 of the group was lost at step 1: its connection broke")
+        assert dies == ranks[0]["dies"][0]
+        assert when_dead < SECONDS
+        assert found["after"] == dies  # a group that lost a rank is of no more use, and says why
+        assert not any(found[name][2] for name in ("silent", "raises", "dies")), "a gradient was written"
+
+
+def test_a_lost_peer_survives_pickling():
+    error = pickle.loads(pickle.dumps(tw.PeerLost(2, 5, "it died")))
+    assert (error.rank, error.step, error.why, str(error)) == (
+        2,
+        5,
+        "it died",
+        "rank 2 of the group was lost at step 5: it died",
+    )
+
+
+def test_terms_that_do_not_fit_are_cut_and_still_differ():
+    long = ["a" * 3000, "a" * 2999 + "b"]
+    packed = [pack({"mask": text, "axis n": 7}) for text in long]
+    assert [x.numel() for x in packed] == [SIZE, SIZE]
+    assert unpack(packed[0])["axis n"] == 7
+    assert unpack(packed[0])["mask"] != unpack(packed[1])["mask"]
+    with pytest.raises(tw.OptionError, match="mask: rank 0"):
+        agree({"mask": long[0], "axis n": 7}, lambda mine: [mine, packed[1]])
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"bias": torch.zeros(6, 6)}, "bias 'b h n s' has both rows and columns"),
+        ({"ragged": tw.Ragged.from_lengths([6])}, "mask=Documents"),
+        ({"positions": (tw.Positions(6), tw.Positions(6))}, "rows sit where the layout says"),
+        ({"layout": "spiral"}, "layout must be auto, contiguous"),
+        ({"method": "spiral"}, "movement must be ring"),
+        ({"alibi": torch.ones(2, requires_grad=True)}, "slopes get no gradient"),
+        ({"wire": torch.int8}, "2, 4 or 8 bytes"),
+        ({"dropout": 1.5}, "dropout must lie in"),
+    ],
+)
+def test_what_no_plan_can_do_is_refused(options, error):
+    x = torch.randn(1, 6, 2, 8)
+    with pytest.raises(tw.OptionError, match=error):
+        tw.ring.attention(x, x, x, **options)
+
+
+def test_what_is_unknown_is_refused_as_python_does():
+    x = torch.randn(1, 6, 2, 8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'head_mask'"):
+        tw.ring.attention(x, x, x, head_mask=None)
+    with pytest.raises(tw.DtypeError, match="mesh must be a DeviceMesh"):
+        tw.ring.attention(x, x, x, mesh=3)  # type: ignore[arg-type]
+
+
+def test_a_wrong_number_is_found():
+    """The measure that all checks here rest on."""
+    right = torch.randn(5, 3, dtype=torch.float64)
+    assert workers.distance(right, right) == 0
+    assert workers.distance(right * (1 + 1e-9), right) > workers.EXACT
+    assert workers.distance(right[:4], right) == float("inf")
+    assert workers.distance(torch.where(right == right[0, 0], torch.nan, right), right) == float("inf")
