@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # one thread a process: the tests run in two processes already
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint check bench kernels gpu clean
+.PHONY: setup demo test lint check bench kernels browser gpu clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/tilewise demo
 
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 5
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 5 --ignore tests/browser
 
 lint: setup
 	$(BIN)/ruff check .
@@ -40,6 +40,12 @@ OLDEST_TRITON := 3.5.1
 kernels: setup
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_TRITON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_triton_compile.py
+
+# the explainer page in a real browser
+APT := env DEBIAN_FRONTEND=noninteractive apt-get
+browser: setup
+	command -v chromium >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends chromium fonts-noto-cjk; }
+	TILEWISE_BROWSER=required $(TEST_ENV) $(BIN)/python -m pytest tests/browser -n 2 --dist worksteal
 
 # on a machine with a GPU: every feature, dtype and head size on the device, and what it found as JSON
 gpu: setup

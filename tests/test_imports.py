@@ -71,10 +71,11 @@ def may_import(path: Path, rest: str, lazy: bool) -> bool:
     level = LEVEL[mine]
     if theirs in ("", "__version__"):
         return level == 8  # the package's front door
+    described = theirs == "ring" and rest.split(".")[-1] not in RUNS_PLANS
     if is_pure_ring(path):
-        return LEVEL[theirs] <= 2 or (theirs == "ring" and rest.split(".")[-1] not in RUNS_PLANS)
+        return LEVEL[theirs] <= 2 or described
     if mine == "explain":
-        return theirs == mine or LEVEL[theirs] <= 3
+        return theirs == mine or LEVEL[theirs] <= 3 or described
     if level == 8:
         return LEVEL[theirs] < 8 or theirs == mine or mine in SIBLINGS_ALLOWED or (mine, theirs) == ("bench", "testing")
     if theirs == "backends" and level == 5:

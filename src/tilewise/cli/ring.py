@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._errors import OptionError
+from ..explain import ringplot
 from ..mask import Documents, Mask, parse
 from ..problem import DTYPES, Inputs, Options, Problem
 from ..ring.choose import Candidate, Choice, choose, method_named
@@ -21,7 +22,6 @@ from ..ring.links import MACHINES, Cluster, Link, machine_named
 from ..ring.program import Plan
 from ..ring.runs import Runs
 from ..ring.simulate import Forecast, simulate
-from . import ring_picture
 from .console import out, table
 from .plan import nothing
 
@@ -76,7 +76,7 @@ def ring(
     if draw is not None:
         draw.parent.mkdir(parents=True, exist_ok=True)
         plan = Plan(problem, choice.q, choice.kv, choice.method, backward=False)
-        ring_picture.save(plan, simulate(plan, cluster, keep=True), draw, f"{mask}: {choice.layout}, {choice.method}")
+        ringplot.save(plan, simulate(plan, cluster, keep=True), draw, f"{mask}: {choice.layout}, {choice.method}")
         console.print(f"wrote {draw}", soft_wrap=True)
 
 
