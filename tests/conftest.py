@@ -3,6 +3,8 @@ import os
 import pytest
 import torch
 
+collect_ignore = ["conftest.py"]  # no doctests here, and several folders have a file of this name
+
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which reads this when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch.nn import functional
 
 import tilewise as tw
 from tilewise.ring import api
+from tilewise.ring.owners import zigzag
+from tilewise.ring.program import Method
 from tilewise.ring.transport import open_transport
 
 dist: Any = torch.distributed
@@ -247,16 +250,21 @@ def rows_move() -> Found:
 
 def distributed_tensors() -> Found:
     """DTensors in, DTensors out, with torch's own uneven parts and a mesh."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    case = cases(dist.get_world_size())["causal, grouped, zigzag"]
+    case = cases(dist.get_world_size())["causal, contiguous, gathered"]
     leaves = _leaves(case, torch.float64)
     o, lse, right = _whole(case, leaves)
     do, dlse = _upstream(o, lse)
     q, k, v = (distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_() for x in leaves[:3])
     mine = api.attention_with_lse(q, k, v, mask=case.mask)
     assert isinstance(mine.o, DTensor)
+    assert (mine.o.shape, mine.lse.shape) == (o.shape, lse.shape)
+    with pytest.raises(tw.OptionError, match="rows of a DTensor are contiguous, got zigzag"):
+        api.attention(q, k, v, layout="zigzag")
+    with pytest.raises(tw.OptionError, match="sink must be a tensor"):
+        api.attention(q, k, v, sink=distribute_tensor(torch.zeros(case.h), mesh, [Replicate()]))
     assert mine.o.placements == (Shard(1),)
     grads = torch.autograd.grad(
         mine, (q, k, v), [distribute_tensor(do, mesh, [Shard(1)]), distribute_tensor(dlse, mesh, [Shard(2)])]
@@ -281,7 +289,7 @@ def mismatches() -> dict[str, str]:
     x = torch.randn(1, 5, 4, 8)
     y = x[:, :, :2] if last else x
     documents = [tw.Documents.from_lengths([3, 7]), tw.Documents.from_lengths([4, 6])]
-    causal = tw.Causal()
+    causal, unknown = tw.Causal(), dict[str, Any](head_mask=None)
     calls: dict[str, Callable[[], Any]] = {
         "heads": lambda: api.attention(y, y, y),
         "dtype": lambda: api.attention(*[x.double() if last else x] * 3),
@@ -295,6 +303,14 @@ def mismatches() -> dict[str, str]:
         "one is wrong": lambda: api.attention(x, x[..., :3] if last else x, x),
         "one backend": lambda: api.attention(x, x, x, backend="triton" if last else None),
         "roll": lambda: api.roll(x, 2 if last else 1),
+        "fill": lambda: api.roll(x, 1, fill=float("nan") if last else 3),
+        "teams": lambda: api.attention(x, x, x, method=Method("ring", heads=2)),
+        "owners": lambda: api.attention(x, x, x, layout=(zigzag(15, 2), zigzag(15, 2))),
+        "one keyword": lambda: api.attention(x, x, x, **(unknown if last else {})),
+        "one scale": lambda: api.attention(x, x, x, scale="x" if last else None),  # type: ignore[arg-type]
+        "one list": lambda: api.attention([x] if last else x, x, x),  # type: ignore[arg-type]
+        "one wire": lambda: api.attention(x, x, x, wire="bf16" if last else None),  # type: ignore[arg-type]
+        "one shift": lambda: api.roll(x, 1.5 if last else 1),  # type: ignore[arg-type]
     }
     found = {name: raised(call) for name, call in calls.items()}
     found["after"] = raised(lambda: api.attention(x, x, x, mask=causal, layout="contiguous"))

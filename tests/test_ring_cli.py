@@ -82,6 +82,11 @@ def test_it_draws(name: str, arguments: list[object], tmp_path: Path):
         (["--method", "double of 3"], "do not form nodes of 3"),
         (["--g", 7], "h"),
         (["--memory", 0.001], "no method fits"),
+        (["--memory", "nan"], "memory must be a finite number above 0, got nan"),
+        (["--near", "nan"], "near must be a finite number above 0, got nan"),
+        (["--far", "inf"], "far must be a finite number above 0, got inf"),
+        (["--node", 3], "8 ranks do not form nodes of 3"),
+        (["--draw", "x.gif"], "a drawing ends in one of .svg, .png, .pdf, got 'x.gif'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments: list[object], message: str):

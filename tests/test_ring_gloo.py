@@ -4,7 +4,10 @@ differ, and an end within seconds where one of them is lost. Processes are start
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import ring_workers as workers
 import torch
@@ -46,8 +49,21 @@ ERRORS = {
     "gradients": "OptionError: gradients: rank 0 of the group has False, rank 2 has True",
     "rows": "ShapeError: axis n: rank 0 holds 5 rows of q; of 12 rows over 3 ranks the zigzag layout gives it 4",
     "roll": "OptionError: call: rank 0 of the group has roll by 1, rank 2 has roll by 2",
+    "fill": "OptionError: fill: rank 0 of the group has 3.0, rank 2 has nan",
+    "teams": "OptionError: method ring+1, heads over 2: 3 ranks do not form teams of 2",
+    "owners": "OptionError: layout: owners of q share [7, 8] rows, the ranks hold [5, 5, 5]",
     "after": "nothing",
 }
+
+OF_ONE = {
+    "one is wrong": "ShapeError: axis d: q (1, 5, 4, 8) has 8 but k (1, 5, 4, 3) has 3",
+    "one keyword": "TypeError: attention() got an unexpected keyword argument 'head_mask'",
+    "one scale": "DtypeError: scale must be a number, got str",
+    "one list": "DtypeError: q must be a torch tensor, got list",
+    "one wire": "OptionError: wire: gradients travel as they are kept (None) or as torch.bfloat16, got 'bf16'",
+    "one shift": "DtypeError: roll: shift must be an integer, got float",
+}
+"""What only the last rank does wrong, and all are told."""
 
 
 def test_ranks_that_differ_raise_one_error_everywhere_and_go_on(tmp_path):
@@ -58,10 +74,12 @@ def test_ranks_that_differ_raise_one_error_everywhere_and_go_on(tmp_path):
         assert errors["array"] == ranks[0]["array"]
         assert errors["array"].startswith("OptionError: mask: rank 0 of the group has documents(int64[10] ")
     *others, mine = ranks
-    assert mine["one is wrong"] == "ShapeError: axis d: q (1, 5, 4, 8) has 8 but k (1, 5, 4, 3) has 3"
+    assert {name: mine[name] for name in OF_ONE} == OF_ONE
     assert mine["one backend"].startswith("Unsupported: backend 'triton' cannot run this")
     for errors in others:
-        assert errors["one is wrong"] == f"ShapeError: rank 2: {mine['one is wrong']}"
+        for name, error in OF_ONE.items():
+            kind = error.split(":")[0].replace("TypeError", "RuntimeError")
+            assert errors[name] == f"{kind}: rank 2: {error}"
         assert errors["one backend"] == f"RuntimeError: rank 2: {mine['one backend']}"
 
 
@@ -115,7 +133,9 @@ def test_terms_that_do_not_fit_are_cut_and_still_differ():
         ({"layout": "spiral"}, "layout must be auto, contiguous"),
         ({"method": "spiral"}, "movement must be ring"),
         ({"alibi": torch.ones(2, requires_grad=True)}, "slopes get no gradient"),
-        ({"wire": torch.int8}, "2, 4 or 8 bytes"),
+        ({"wire": torch.int8}, "wire: gradients travel .* got torch.int8"),
+        ({"wire": torch.float16}, "wire: gradients travel .* got torch.float16"),
+        ({"dropout": 0.5, "seed": 2**70}, "seed must fit 64 bits"),
         ({"dropout": 1.5}, "dropout must lie in"),
     ],
 )
@@ -131,6 +151,61 @@ def test_what_is_unknown_is_refused_as_python_does():
         tw.ring.attention(x, x, x, head_mask=None)
     with pytest.raises(tw.DtypeError, match="mesh must be a DeviceMesh"):
         tw.ring.attention(x, x, x, mesh=3)  # type: ignore[arg-type]
+
+    with pytest.raises(tw.DtypeError, match="seed must be an integer, got float"):
+        tw.ring.attention(x, x, x, dropout=0.5, seed=1.5)  # type: ignore[arg-type]
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    x = torch.randn(1, 7, 2, 8)
+    given: Any = {"scale": np.float32(0.5), "softcap": np.float64(3), "dropout": np.float32(0.3)}
+    for seed in (np.int64(3), torch.tensor(3)):
+        found = tw.ring.attention(x, x, x, **given, seed=seed)
+        assert workers.distance(found, tw.attention(x, x, x, **given, seed=3)) < 1e-6
+
+
+WRITTEN: dict[str, tuple[Callable[..., tw.Mask], Any, Any]] = {
+    "table": (tw.Where, torch.eye(11).bool(), torch.ones(11, 11).tril().bool()),
+    "documents": (tw.Documents, torch.tensor([0] * 5 + [1] * 6), torch.tensor([0] * 8 + [1] * 3)),
+    "lengths": (tw.Lengths, torch.tensor([9]), torch.tensor([4])),
+    "NumPy": (tw.Where, np.eye(11, dtype=bool), np.tri(11, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("make, before, after", WRITTEN.values(), ids=WRITTEN)
+def test_an_array_that_is_written_into_is_a_new_mask_and_spoils_no_old_one(make, before, after):
+    q, k, v = torch.randn(3, 1, 11, 2, 8, dtype=torch.float64)
+    array = torch.from_numpy(before.copy()) if isinstance(before, np.ndarray) else before.clone()
+    mask = make(array.numpy() if isinstance(before, np.ndarray) else array)
+
+    def distance(mine: tw.Mask, content: Any) -> float:
+        return workers.distance(tw.ring.attention(q, k, v, mask=mine), tw.attention(q, k, v, mask=make(content)))
+
+    assert distance(mask, before) < workers.EXACT
+    array.copy_(torch.as_tensor(after))
+    assert distance(mask, after) < workers.EXACT
+    assert distance(make(before), before) < workers.EXACT
+    assert distance(make(after), after) < workers.EXACT
+
+
+def test_backward_has_the_mask_of_forward():
+    x = torch.randn(1, 11, 2, 8, dtype=torch.float64, requires_grad=True)
+    table = torch.rand(11, 11) < 0.5
+    right = torch.autograd.grad(tw.attention(x, x, x, mask=tw.Where(table.clone())).square().sum(), x)
+    o = tw.ring.attention(x, x, x, mask=tw.Where(table))
+    table.logical_not_()
+    assert workers.distance(torch.autograd.grad(o.square().sum(), x)[0], right[0]) < workers.EXACT
+
+
+def test_a_sink_of_nothing_has_no_gradient_where_nothing_is_seen():
+    q, k, v = torch.randn(3, 1, 7, 2, 8, dtype=torch.float64)
+    sink = torch.tensor([-torch.inf, 0.5], dtype=torch.float64, requires_grad=True)
+    found = [
+        torch.autograd.grad(attend(q, k[:, :4], v[:, :4], mask=tw.Causal(), sink=sink).square().sum(), sink)[0]
+        for attend in (tw.ring.attention, tw.attention)
+    ]
+    assert found[0][0] == 0
+    assert workers.distance(*found) < workers.EXACT
 
 
 def test_a_wrong_number_is_found():

@@ -17,6 +17,7 @@ from tilewise.explain import page, tour
 from tilewise.explain.tour import Run, Sizes
 from tilewise.tiles import TileShape
 
+collect_ignore = ["conftest.py"]
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 """apt-get install chromium fonts-noto-cjk."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from .plan import nothing
 MOST = 16
 """Ranks, rounds or steps that are listed one by one; of more, the first and the last few are."""
 
+DRAWN = (".svg", ".png", ".pdf")
+"""How the name of a drawing may end."""
+
 
 def ring(
     n: int = typer.Option(65536, "--n", min=1, help="query rows, over all ranks"),
@@ -50,10 +54,11 @@ def ring(
     layout: str | None = typer.Option(None, help="only this one: contiguous, zigzag, striped, balanced or replicated"),
     method: str | None = typer.Option(None, help="only this one, such as 'ring+1' or 'direct by 4, heads over 2'"),
     memory: float | None = typer.Option(None, help="GiB that the buffers of a device may take"),
-    draw: Path | None = typer.Option(None, help="draw the schedule into this .svg or .png file"),
+    draw: Path | None = typer.Option(None, help="draw the schedule into this .svg, .png or .pdf file"),
     json: Path | None = typer.Option(None, help="also write everything into this file"),
 ) -> None:
     """Choose who holds which rows and how keys travel, and print owners, work, bytes, times and memory. Runs nothing."""
+    _check_options({"near": near, "far": far, "memory": memory}, ranks, node, draw)
     pieces = parse(mask)
     if documents is not None:
         pieces, mask = pieces & packed(documents, n), f"{mask} & documents"
@@ -78,6 +83,17 @@ def ring(
         plan = Plan(problem, choice.q, choice.kv, choice.method, backward=False)
         ringplot.save(plan, simulate(plan, cluster, keep=True), draw, f"{mask}: {choice.layout}, {choice.method}")
         console.print(f"wrote {draw}", soft_wrap=True)
+
+
+def _check_options(numbers: dict[str, float | None], ranks: int, node: int, draw: Path | None) -> None:
+    """Raise for what no cluster has and no file can hold."""
+    for name, x in numbers.items():
+        if x is not None and not (isfinite(x) and x > 0):
+            raise OptionError(f"{name} must be a finite number above 0, got {x}")
+    if ranks > node and ranks % node:
+        raise OptionError(f"node: {ranks} ranks do not form nodes of {node}")
+    if draw is not None and draw.suffix.lower() not in DRAWN:
+        raise OptionError(f"draw: a drawing ends in one of {', '.join(DRAWN)}, got {draw.name!r}")
 
 
 def describe(sizes: tuple[int, ...], dtype: str, mask: Mask) -> Problem:

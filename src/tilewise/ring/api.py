@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import DtypeError, OptionError, ShapeError
-from ..api import autocast_dtype
+from ..api import _check_tensors, autocast_dtype
 from ..mask import Causal, Mask
-from ..problem import Partial
+from ..problem import Inputs, Partial
 from .call import Asked, Call, Shards, settle
 from .exchange import rolled, unsharded
 from .layout import Named, lay_out, name_layout
 from .owners import Owners
 from .program import Method
-from .transport import open_transport
+from .transport import Transport, open_transport
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 """The ranks that share the rows: a mesh of one dimension, a process group, or None for all there are."""
@@ -47,7 +48,7 @@ def attention(
     alibi: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     backend: str | None = None,
     wire: torch.dtype | None = None,
     deadline_s: float | None = None,
@@ -101,31 +102,53 @@ def attention_with_lse(
     alibi: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     backend: str | None = None,
     wire: torch.dtype | None = None,
     deadline_s: float | None = None,
     **others: Any,
 ) -> Partial:
     """`attention` and the lse "b h n" of this rank's rows, over the keys of all ranks. Both differentiable."""
-    refuse(others)
-    (q, around), (k, _), (v, _) = (_local(name, t) for name, t in (("q", q), ("k", k), ("v", v)))
-    if around is not None:
-        mesh, layout = mesh if mesh is not None else around, "contiguous" if layout == "auto" else layout
     rows = Named(layout, mask) if isinstance(layout, str) else layout
-    asked = Asked(mask, rows, method, scale, softcap, dropout, seed, backend, None if wire is None else wire.itemsize)
-    o, lse = _attend(Shards(q, k, v, alibi, sink), asked, mesh, deadline_s)  # pyright: ignore[reportCallIssue]
-    return Partial(o, lse) if around is None else Partial(_put(o, around, 1), _put(lse, around, 2))
+    asked = Asked(mask, rows, method, scale, softcap, dropout, seed, backend, wire)
+    o, lse = _attend(Shards(q, k, v, alibi, sink), asked, others, mesh, deadline_s)  # pyright: ignore[reportCallIssue]
+    return Partial(o, lse)
 
 
 @torch.compiler.disable
-def _attend(x: Shards, asked: Asked, mesh: Mesh, deadline_s: float | None) -> tuple[Tensor, Tensor]:
+def _attend(x: Shards, asked: Asked, others: dict[str, Any], mesh: Mesh, deadline_s: float | None) -> tuple[Tensor, Tensor]:
     """o and lse of this rank's rows. Messages are no matter for a compiler."""
-    transport = open_transport(group_of(mesh), x.q.device)
-    dtype = autocast_dtype(x.q)
-    x = x if dtype is None else x._replace(q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
-    call = settle(x, asked, transport, transport.timeout_s if deadline_s is None else deadline_s)
-    return _Attention.apply(call, *x)  # type: ignore[return-value]
+    around = _mesh_of(x.q)
+    transport = _meet(mesh if mesh is not None else around, *x)
+    prepare = partial(_prepare, x, asked, others)
+    call, mine = settle(prepare, transport, transport.timeout_s if deadline_s is None else deadline_s)
+    o, lse = _Attention.apply(call, *mine)  # type: ignore[misc]
+    if around is None:
+        return o, lse
+    b, n, h, _ = x.q.shape
+    return _put(o, around, 1, (b, n, h, o.shape[3])), _put(lse, around, 2, (b, h, n))
+
+
+def _prepare(x: Shards, asked: Asked, others: dict[str, Any]) -> tuple[Shards, Asked]:
+    """This rank's own tensors, in the dtype of autocast, and where their rows are; or what is wrong with them."""
+    refuse(others)
+    _check_tensors(Inputs(x.q, x.k, x.v, None, x.alibi, x.sink))
+    for name, t in (("alibi", x.alibi), ("sink", x.sink)):
+        if _mesh_of(t) is not None:
+            raise OptionError(f"{name} must be a tensor that every rank holds whole, got a DTensor: give its full_tensor()")
+    spread = [_mesh_of(t) is not None for t in x[:3]]
+    if any(spread):
+        if not all(spread):
+            raise DtypeError("q, k and v must all be DTensors, or none of them")
+        if not isinstance(asked.layout, Named) or asked.layout.name not in ("auto", "contiguous"):
+            given = asked.layout.name if isinstance(asked.layout, Named) else "Owners"
+            raise OptionError(f"layout: rows of a DTensor are contiguous, got {given}")
+        asked = replace(asked, layout=Named("contiguous", asked.layout.mask))
+    q, k, v = (_local(name, t) for name, t in zip("qkv", x[:3], strict=True))
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return Shards(q, k, v, x.alibi, x.sink), asked
 
 
 class _Attention(torch.autograd.Function):
@@ -148,7 +171,8 @@ class _Attention(torch.autograd.Function):
         dsink = None
         if x.sink is not None and ctx.needs_input_grad[5]:
             sink = x.sink.to(lse.dtype)[None, :, None]
-            dsink = -(torch.exp(sink - lse) * total).sum((0, 2)).to(x.sink.dtype)
+            parts = torch.exp(sink - lse) * total
+            dsink = -torch.where(lse == -torch.inf, 0, parts).sum((0, 2)).to(x.sink.dtype)
         return None, dq, dk, dv, None, dsink
 
 
@@ -178,7 +202,7 @@ def unshard(
 ) -> Tensor:  # fmt: skip
     """All rows of a sharded x on every rank, in order. Differentiable: a rank's gradient is the sum of what all ranks do with
     its rows, so ranks that all take the same loss of the whole get it as many times as there are ranks."""
-    transport = open_transport(group_of(mesh), x.device)
+    transport = _meet(mesh, x)
     return unsharded(x, dim, transport, Named(layout, mask), transport.timeout_s if deadline_s is None else deadline_s)
 
 
@@ -192,7 +216,7 @@ def roll(
     >>> roll(torch.tensor([[5, 6, 7]]), -1, fill=-100).tolist()     # one process
     [[6, 7, -100]]
     """
-    transport = open_transport(group_of(mesh), x.device)
+    transport = _meet(mesh, x)
     return rolled(
         x, shift, dim, transport, Named(layout, mask), fill, transport.timeout_s if deadline_s is None else deadline_s
     )
@@ -292,6 +316,17 @@ def group_of(mesh: Mesh) -> dist.ProcessGroup | None:
     return mesh.get_group()
 
 
+def _meet(mesh: Mesh, *tensors: Any) -> Transport:
+    """Who carries messages for a call with these tensors. A rank without any, whose error is yet to be told, has the device
+    that the group is for."""
+    group = group_of(mesh)
+    for x in tensors:
+        if isinstance(x, Tensor):
+            return open_transport(group, x.device)
+    on_device = group is not None and dist.get_backend(group) == "nccl"
+    return open_transport(group, torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu"))
+
+
 def _owners(mesh: Mesh, length: int, layout: str, mask: Mask | None, batch: int) -> tuple[Owners, int]:
     """The layout over a mesh, and this rank's place in it."""
     group = group_of(mesh)
@@ -299,18 +334,25 @@ def _owners(mesh: Mesh, length: int, layout: str, mask: Mask | None, batch: int)
     return lay_out(Named(layout, mask), length, world, batch), rank
 
 
-def _local(name: str, x: Any) -> tuple[Tensor, DeviceMesh | None]:
-    """A rank's own part of a DTensor, with its mesh; any other tensor as it is."""
+def _mesh_of(x: Any) -> DeviceMesh | None:
+    """The mesh of a DTensor; None of anything else."""
     tensor = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported this, which takes a second
-    if tensor is None or not isinstance(x, tensor.DTensor):
-        return x, None
-    if len(x.placements) != 1 or x.placements[0] != tensor.Shard(1):
+    return x.device_mesh if tensor is not None and isinstance(x, tensor.DTensor) else None
+
+
+def _local(name: str, x: Any) -> Tensor:
+    """A rank's own part of a DTensor; any other tensor as it is."""
+    if _mesh_of(x) is None:
+        return x
+    if len(x.placements) != 1 or not x.placements[0].is_shard(1):
         raise ShapeError(f"axis n or s: the DTensor {name} {tuple(x.shape)} must be sharded along its rows, Shard(1), on a mesh"
                          f" of one dimension; got {x.placements}")  # fmt: skip
-    return x.to_local(), x.device_mesh
+    return x.to_local()
 
 
-def _put(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The DTensor of which x is a rank's own part."""
+def _put(x: Tensor, mesh: DeviceMesh, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """The DTensor of this shape of which x is a rank's own part, be it of another length than those of others."""
     tensor = sys.modules["torch.distributed.tensor"]
-    return tensor.DTensor.from_local(x, mesh, [tensor.Shard(dim)], run_check=False)
+    stride = torch.empty(shape, device="meta").stride()
+    whole = {"shape": torch.Size(shape), "stride": stride}
+    return tensor.DTensor.from_local(x.contiguous(), mesh, [tensor.Shard(dim)], run_check=False, **whole)

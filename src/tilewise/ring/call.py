@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._errors import OptionError
+from ..api import _seed
 from ..backends import make_plan as make_block_plan
 from ..dropout import Dropout
 from ..mask import Mask, Where
@@ -22,7 +23,7 @@ from .agree import OWN, agree, fingerprint
 from .choose import choose, method_named
 from .execute import backward_given, backward_results, forward_given, forward_results, run
 from .kernel import Kernel
-from .layout import Named, lay_out_as_held, name_layout
+from .layout import Named, lay_out_as_held, name_layout, private
 from .owners import Owners
 from .program import Method, Plan, Post
 from .schedule import make_plan
@@ -37,8 +38,8 @@ MOST_SETTINGS = 64
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caller says beside tensors. `layout` and `method` by name or as values; `wire`: bytes of an element in which
-    gradients of keys and values travel, None for as many as they are kept in."""
+    """What a caller says beside tensors. `layout` and `method` by name or as values; `wire`: the dtype in which gradients of
+    keys and values travel, None for the one that they are kept in."""
 
     mask: Mask | None
     layout: Named | tuple[Owners, Owners]
@@ -46,9 +47,9 @@ class Asked:
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    seed: int | None = None
+    seed: int | Tensor | None = None
     backend: str | None = None
-    wire: int | None = None
+    wire: torch.dtype | None = None
 
 
 class Shards(NamedTuple):
@@ -70,10 +71,7 @@ class Setting:
     method: Method
     wire: dict[str, int]
     kernel: Kernel
-
-    @cached_property
-    def forward(self) -> Plan:
-        return make_plan(self.kernel.problem, self.q, self.kv, self.method)
+    forward: Plan
 
     @cached_property
     def backward(self) -> Plan:
@@ -114,12 +112,16 @@ class Call:
         return self.transport.post(op.step, sends, recvs)
 
 
-def settle(x: Shards, asked: Asked, transport: Transport, deadline_s: float) -> Call:
-    """The call that all ranks make, once they have compared what they were asked. The same error everywhere, before any data
-    moves, where they differ or one of them was asked what it cannot do."""
+def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, deadline_s: float) -> tuple[Call, Shards]:
+    """The call that all ranks make and this one's tensors, as `prepare` gives them, once they have compared what they were
+    asked. The same error everywhere, before any data moves, where they differ or one of them was asked what it cannot do."""
     error, terms = None, {}
+    x: Any = None
+    asked: Any = None
     try:
+        x, asked = prepare()
         check(x, asked)
+        asked = in_plain_numbers(asked)
         terms = terms_of(x, asked)
     except Exception as found:
         error = found
@@ -130,7 +132,7 @@ def settle(x: Shards, asked: Asked, transport: Transport, deadline_s: float) -> 
     setting = _setting(x, asked, (counts, terms), (transport, gather))
     seed = theirs[0][OWN + "draw"] if asked.seed is None else asked.seed
     drop = Dropout(asked.dropout, seed) if asked.dropout > 0 else None
-    return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s)
+    return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s), x
 
 
 def check(x: Shards, asked: Asked) -> None:
@@ -143,8 +145,16 @@ def check(x: Shards, asked: Asked) -> None:
         name_layout(*asked.layout)
     if x.alibi is not None and x.alibi.requires_grad:
         raise OptionError("alibi: its slopes get no gradient over many ranks: detach them, or learn them on one")
-    if asked.wire not in (None, 2, 4, 8):
-        raise OptionError(f"wire: gradients travel in 2, 4 or 8 bytes an element, got {asked.wire}")
+    if asked.wire is not None and asked.wire is not torch.bfloat16:
+        raise OptionError(f"wire: gradients travel as they are kept (None) or as torch.bfloat16, got {asked.wire!r}")
+
+
+def in_plain_numbers(asked: Asked) -> Asked:
+    """What was asked, once it is checked, in Python's own numbers, which NumPy's and torch's stand for. A seed where nothing is
+    dropped says nothing, as on one device."""
+    scale, softcap = (None if x is None else float(x) for x in (asked.scale, asked.softcap))
+    seed = None if asked.seed is None or not asked.dropout else int(_seed(asked.seed))
+    return replace(asked, scale=scale, softcap=softcap, dropout=float(asked.dropout), seed=seed)
 
 
 def terms_of(x: Shards, asked: Asked) -> dict[str, Any]:
@@ -157,7 +167,8 @@ def terms_of(x: Shards, asked: Asked) -> dict[str, Any]:
         "mask": fingerprint(asked.mask),
         "layout": _layout_term(asked.layout),
         "method": str(asked.method),
-        **{name: getattr(asked, name) for name in ("scale", "softcap", "dropout", "seed", "backend", "wire")},
+        **{name: getattr(asked, name) for name in ("scale", "softcap", "dropout", "seed", "backend")},
+        "wire": None if asked.wire is None else str(asked.wire).removeprefix("torch."),
         **{name: None if t is None else list(t.shape) for name, t in (("alibi", x.alibi), ("sink", x.sink))},
         "gradients": learns,
         OWN + "rows of q": n,
@@ -175,16 +186,21 @@ def _layout_term(layout: Named | tuple[Owners, Owners]) -> str:
 
 def _setting(x: Shards, asked: Asked, agreed: tuple[list, dict], by: tuple[Transport, Callable]) -> Setting:
     """The setting of a call, kept under all that it depends on. All ranks of a group have settled the same calls, so all know
-    it or none does. One with a function of positions is made anew, for that may answer differently each time."""
+    it or none does. One with a function of positions is made anew, for that may answer differently each time. Arrays of its
+    mask are its own: what a caller writes into an array later is no part of it. Raises where no plan can be made."""
     (counts, terms), (transport, gather) = agreed, by
     words = tuple(json.dumps(value) for name, value in terms.items() if not name.startswith(OWN) and name not in PASSING)
     key = (*words, *counts, x.q.device)
     if key in transport.settings:
         return transport.settings[key]
+    layout = asked.layout
+    layout = Named(layout.name, private(layout.mask)) if isinstance(layout, Named) else layout
+    asked = replace(asked, mask=private(asked.mask), layout=layout)
     sides, problem = _share(x, asked, counts)
     method = settle_method(asked, problem, transport, gather)
-    wire = {} if asked.wire is None else {"dkv": asked.wire}
-    made = Setting(*sides, method, wire, Kernel(problem, x.alibi, x.sink, asked.backend))
+    wire = {} if asked.wire is None else {"dkv": asked.wire.itemsize}
+    kernel = Kernel(problem, x.alibi, x.sink, asked.backend)
+    made = Setting(*sides, method, wire, kernel, make_plan(problem, *sides, method))
     if not _asks_functions(asked.mask):
         if len(transport.settings) >= MOST_SETTINGS:
             del transport.settings[next(iter(transport.settings))]

@@ -6,10 +6,13 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._errors import DtypeError
+from ..arrays import check_number
 from .agree import OWN, agree, fingerprint
 from .layout import Named, lay_out_as_held, name_layout
 from .owners import Owners
@@ -27,7 +30,7 @@ def rolled(
     x: Tensor, shift: int, dim: int, transport: Transport, layout: Named, fill: float | None, deadline_s: float
 ) -> Tensor:
     """Row i of the whole becomes row i + shift; `fill` where it would come around the end."""
-    owners = _agree(f"roll by {shift}", x, dim, transport, layout, deadline_s)
+    owners = _agree("roll", x, dim, transport, layout, deadline_s, (shift, fill))
     mine = torch.from_numpy(owners.shards[transport.rank].array()).to(x.device)
     sends, recvs = owners.roll(transport.rank, shift)
     rows = x.detach().movedim(dim, 0)
@@ -81,13 +84,20 @@ def _swap(parts: Sequence[Tensor], rooms: Sequence[Tensor], transport: Transport
         yield transport.post(step, sends, recvs)
 
 
-def _agree(call: str, x: Tensor, dim: int, transport: Transport, layout: Named, deadline_s: float) -> Owners:
-    """The layout, once all ranks have said that they make the same call, with as many rows as they have."""
+def _agree(
+    call: str, x: Tensor, dim: int, transport: Transport, layout: Named, deadline_s: float, by: tuple | None = None
+) -> Owners:
+    """The layout, once all ranks have said that they make the same call, with as many rows as they have. `by`: how far a roll
+    goes, and what it fills in."""
     error, terms = None, {}
     try:
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"{call} takes a tensor, got {type(x).__name__}")
+        if by is not None:
+            call, terms = f"{call} by {_whole(by[0])}", {"fill": _number(by[1])}
         shape = list(x.shape)
         rows = shape.pop(dim)
-        terms = {
+        terms |= {
             "call": call, "axes": shape, "axis along which": dim % x.dim(), "dtype": str(x.dtype).removeprefix("torch."),
             "mask": fingerprint(layout.mask), "layout": name_layout(*layout), OWN + "rows": rows,
             "gradients": torch.is_grad_enabled() and x.requires_grad,
@@ -98,6 +108,20 @@ def _agree(call: str, x: Tensor, dim: int, transport: Transport, layout: Named, 
     theirs = agree(terms, partial(transport.gather, deadline_s=deadline_s), error)
     counts = [found[OWN + "rows"] for found in theirs]
     return lay_out_as_held(layout, counts, "x", x.shape[0] if dim % x.dim() else 1)
+
+
+def _whole(shift: Any) -> int:
+    if not isinstance(shift, (int, np.integer)):
+        raise DtypeError(f"roll: shift must be an integer, got {type(shift).__name__}")
+    return int(shift)
+
+
+def _number(fill: Any) -> str | None:
+    """What comes in around the end, in words, as NaN is not equal to itself."""
+    if fill is None:
+        return None
+    check_number("fill", fill)
+    return str(float(fill))
 
 
 def _index(rows: Any, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._errors import OptionError, ShapeError
-from ..mask import Causal, Chunked, Documents, Full, Mask, Prefix, Window
+from ..mask import Causal, Chunked, Documents, Full, Mask, Prefix, Window, parse
 from ..mask.base import Both
 from ..problem import Inputs, Options, Problem
 from .owners import Owners, balanced, contiguous, striped, zigzag
@@ -72,9 +72,17 @@ def lay_out_as_held(layout: Named, counts: Sequence[int], side: str, batch: int 
     return owners
 
 
+def private(mask: Mask | None) -> Mask | None:
+    """The same mask with arrays of its own, which no caller can change, and nothing remembered of what they once held."""
+    if mask is None:
+        return None
+    text, ints, arrays = mask.encode()
+    return parse(text, ints, [x.clone() if hasattr(x, "clone") else np.array(x) for x in arrays])
+
+
 def _of_rows(length: int, mask: Mask | None, batch: int) -> Problem:
     """A problem of these rows among themselves, whose areas the rows are weighed by."""
     x = np.broadcast_to(np.float32(0), (batch, length, 1, 1))
-    problem = Problem.describe(Inputs(x, x, x), Options(Full() if mask is None else mask))
+    problem = Problem.describe(Inputs(x, x, x), Options(private(mask) or Full()))
     problem.check_values()
     return problem
