@@ -131,6 +131,7 @@ def test_terms_that_do_not_fit_are_cut_and_still_differ():
         ({"ragged": tw.Ragged.from_lengths([6])}, "mask=Documents"),
         ({"positions": (tw.Positions(6), tw.Positions(6))}, "rows sit where the layout says"),
         ({"layout": "spiral"}, "layout must be auto, contiguous"),
+        ({"layout": 5}, "layout must be a name or the Owners of q's and of k's rows, got 5"),
         ({"method": "spiral"}, "movement must be ring"),
         ({"alibi": torch.ones(2, requires_grad=True)}, "slopes get no gradient"),
         ({"wire": torch.int8}, "wire: gradients travel .* got torch.int8"),
@@ -159,7 +160,8 @@ def test_what_is_unknown_is_refused_as_python_does():
 def test_numbers_of_other_libraries_are_numbers():
     x = torch.randn(1, 7, 2, 8)
     given: Any = {"scale": np.float32(0.5), "softcap": np.float64(3), "dropout": np.float32(0.3)}
-    for seed in (np.int64(3), torch.tensor(3)):
+    seeds: list[Any] = [np.int64(3), torch.tensor(3)]
+    for seed in seeds:
         found = tw.ring.attention(x, x, x, **given, seed=seed)
         assert workers.distance(found, tw.attention(x, x, x, **given, seed=3)) < 1e-6
 

@@ -143,6 +143,8 @@ def check(x: Shards, asked: Asked) -> None:
     Dropout(asked.dropout, 0)
     if isinstance(asked.layout, Named):
         name_layout(*asked.layout)
+    elif not (isinstance(asked.layout, tuple) and [type(side) for side in asked.layout] == [Owners, Owners]):
+        raise OptionError(f"layout must be a name or the Owners of q's and of k's rows, got {asked.layout!r}")
     if x.alibi is not None and x.alibi.requires_grad:
         raise OptionError("alibi: its slopes get no gradient over many ranks: detach them, or learn them on one")
     if asked.wire is not None and asked.wire is not torch.bfloat16:
