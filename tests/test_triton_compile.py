@@ -65,7 +65,8 @@ def test_every_kernel_compiles_and_fits(target: str, tmp_path: Path, record_prop
 def multiplies_on_its_tensor_cores(told: dict[str, Any]) -> None:
     """A Hopper's main kernels in bf16 do, and what the assembler says of registers is known."""
     for d in (64, 128):
-        rows = {row["kernel"]: row for row in told["rows"] if row["case"] == f"plain bfloat16 {d}"}
+        mine = [row for row in told["rows"] if row["case"] == f"plain bfloat16 {d}"]
+        rows = {row["kernel"]: row for row in mine if not row["sizes"].endswith("careful")}
         assert set(rows) == {"forward_kernel", "delta_kernel", "dq_kernel", "dk_dv_kernel"}
         assert all((row["products"] > 0) == (kernel != "delta_kernel") for kernel, row in rows.items())
         assert all(row["registers"] <= 255 and row["spills"] is not None for row in rows.values())
