@@ -4,6 +4,7 @@ differ, and an end within seconds where one of them is lost. Processes are start
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,13 +92,15 @@ def test_a_lost_rank_is_named_by_all_others_within_seconds(tmp_path):
         (silent, when_silent, _), (raises, when_raised, _), (dies, when_dead, _) = (
             found[name] for name in ("silent", "raises", "dies")
         )
-        assert silent == f"PeerLost: rank 1 of the group was lost at step 1: {workers.SILENT}"
+        # which step the others had come to by then is a matter of timing
+        assert re.fullmatch(rf"PeerLost: rank 1 of the group was lost at step \d: {re.escape(workers.SILENT)}", silent)
+        assert silent == ranks[0]["silent"][0]
         assert rank == 1 or when_silent < workers.DEADLINE_S + SECONDS
         division = "ZeroDivisionError: division by zero"
         said = division if rank == 2 else f"PeerLost: rank 2 of the group was lost at step 0: it raised {division}"
         assert raises == said
         assert when_raised < SECONDS
-        assert dies.startswith("PeerLost: rank 3 of the group was lost at step 1: its connection broke")
+        assert re.match(r"PeerLost: rank 3 of the group was lost at step \d: its connection broke", dies)
         assert dies == ranks[0]["dies"][0]
         assert when_dead < SECONDS
         assert found["after"] == dies  # a group that lost a rank is of no more use, and says why
