@@ -6,7 +6,6 @@ out: every step of theirs is half hidden, so a kernel does more for the same pai
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -232,8 +231,7 @@ def layouts(problem: Problem, world: int) -> dict[str, Sides]:
 def sides_named(name: str, problem: Problem, world: int) -> Sides:
     """Owners of queries and keys in a layout given by name."""
     p = problem
-    make: dict[str, Callable[[int, int], Owners]]
-    make = {"contiguous": owners.contiguous, "zigzag": owners.zigzag, "striped": owners.striped}
+    make = owners.BY_NAME
     if name == "balanced":
         q = owners.balanced(p, world)
         return q, q if p.n == p.s else owners.contiguous(p.s, world)

@@ -11,12 +11,11 @@ import numpy as np
 
 from .._errors import OptionError, ShapeError
 from ..mask import Causal, Chunked, Documents, Full, Mask, Prefix, Window, parse
-from ..mask.base import Both
 from ..problem import Inputs, Options, Problem
-from .owners import Owners, balanced, contiguous, striped, zigzag
+from .owners import BY_NAME, Owners, balanced, parts_of
 from .runs import Runs
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+LAYOUTS = (*BY_NAME, "balanced")
 
 
 class Named(NamedTuple):
@@ -38,7 +37,7 @@ def name_layout(layout: str, mask: Mask | None) -> str:
         if layout not in LAYOUTS:
             raise OptionError(f"layout must be auto, {', '.join(LAYOUTS)} or Owners, got {layout!r}")
         return layout
-    parts = mask.parts if isinstance(mask, Both) else (mask,)
+    parts = () if mask is None else parts_of(mask)
     if any(isinstance(part, Documents) for part in parts):
         return "balanced"
     if any(isinstance(part, Chunked) or (isinstance(part, Window) and part.left is not None) for part in parts):
@@ -52,7 +51,7 @@ def lay_out(layout: Named, length: int, world: int, batch: int = 1) -> Owners:
     name = name_layout(*layout)
     if name == "balanced":
         return balanced(_of_rows(length, layout.mask, batch), world)
-    return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[name](length, world)
+    return BY_NAME[name](length, world)
 
 
 def lay_out_as_held(layout: Named, counts: Sequence[int], side: str, batch: int = 1) -> Owners:

@@ -4,6 +4,7 @@ number of ranks, and a rank without rows is a rank like any other."""
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -132,6 +133,10 @@ def striped(length: int, world: int, block: int = 1) -> Owners:
     return Owners(_length(length), tuple(Runs.spans(x, [min(a + block, length) for a in x]) for x in starts))
 
 
+BY_NAME: dict[str, Callable[[int, int], Owners]] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+"""Layouts that a length and a number of ranks settle."""
+
+
 def replicated(length: int, world: int) -> Owners:
     """Every rank holds every row: the queries of a decoding step over sharded keys."""
     return Owners(_length(length), (Runs.span(0, length),) * _ranks(world), replicated=True)
@@ -180,7 +185,7 @@ def check_sides(problem: Problem, q: Owners, kv: Owners) -> None:
 
 def _stretches(problem: Problem) -> list[tuple[int, int]]:
     """The rows of each document, or all rows where the mask tells no documents apart or entries differ."""
-    p, parts = problem, _parts(problem.mask)
+    p, parts = problem, parts_of(problem.mask)
     edges = {0, p.n}
     if not p.b:
         return [(0, p.n)]
@@ -193,7 +198,7 @@ def _stretches(problem: Problem) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _parts(mask: Mask) -> tuple[Mask, ...]:
+def parts_of(mask: Mask) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, Both) else (mask,)
 
 
