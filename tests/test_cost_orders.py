@@ -257,6 +257,8 @@ def test_standard_attention_refuses_what_it_does_not_write_down(name):
         (Passes(mask="fill", dropout=True), 8.5, 20),
         (Passes(mask="torch", dropout=True), 8.5, 22),
         (Passes(scale=True), 6, 15),
+        (Passes(product=True), 4, 14),
+        (Passes(mask="torch", dropout=True, product=True), 8.5, 25),
     ],
 )
 def test_passes_over_the_scores(passes, forward, both):

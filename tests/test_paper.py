@@ -176,8 +176,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ioplot, "LINES", iomodel.VARIED)
 
 
-def record_of(rows: list[TrafficRow], gpu: str = "Testing GPU 9000") -> dict[str, Any]:
-    return {"machine": {"gpus": [gpu]}, "rows": [row.json() for row in rows]}
+def record_of(rows: list[TrafficRow], gpu: str = "Testing GPU 9000", date: str = "2026-11-30") -> dict[str, Any]:
+    return {"machine": {"gpus": [gpu]}, "date": date, "rows": [row.json() for row in rows]}
 
 
 def rows_of(who: str, passes: str, dram: float) -> list[TrafficRow]:
@@ -200,6 +200,22 @@ def test_the_command_shows_published_model_and_measured_apart(tmp_path: Path):
     assert "+1.995" in result.stdout and "not reproduced" in result.stdout and "Testing GPU 9000" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
     assert command.totals(command.load(path)) == {"standard": 41.0, "flash": 2.5}
+
+
+def test_records_of_one_device_are_one_and_the_latest_counts(tmp_path: Path):
+    planted = {
+        "b": record_of([*rows_of("standard", "", 1e9), *rows_of("tilewise", "", 2e9)], date="2026-11-29"),
+        "a": record_of(rows_of("tilewise", "", 3e9), date="2026-11-30"),
+        "c": record_of(rows_of("tilewise", "", 4e9), gpu="Another"),
+    }
+    for name, record in planted.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    found = command.by_device(command.load(path) for path in sorted(tmp_path.glob("*.json")))
+    assert {(one.device, row["who"], row["pass"]): row["dram_bytes"] for one in found for row in one.rows} == {
+        ("Testing GPU 9000", who, way): size
+        for who, size in (("standard", 1e9), ("tilewise", 3e9))
+        for way in ("forward", "backward")
+    } | {("Another", "tilewise", way): 4e9 for way in ("forward", "backward")}
 
 
 @pytest.mark.usefixtures("small")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import ops, testing
+from tilewise import backends, ops, testing
 from tilewise.dropout import Dropout
 from tilewise.problem import Inputs, Options, Problem
 from tilewise.request import Request
@@ -337,3 +337,35 @@ def test_a_plan_with_arrays_or_a_function_looks_again():
     before = tw.attention(x.q, x.k, x.v, mask=mask)
     limit[0] = 9
     assert not torch.equal(before, tw.attention(x.q, x.k, x.v, mask=mask))
+
+
+# merging in place
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("e", "extra"), [(40, 0), (33, 3), (1, 0), (0, 0)])
+def test_merging_in_place_is_merge(e, extra, dtype):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def partial(rows, *out_of):
+        o, lse = torch.randn(2, *out_of, 3, e + extra, generator=generator), 9 * torch.randn(2, 3, rows, generator=generator)
+        return o.to(dtype), lse.to(wide)
+
+    o, lse = partial(37, 74)
+    into = tw.Partial(o[:, ::2, :, :e], lse.transpose(1, 2).contiguous().transpose(1, 2))
+    part = tw.Partial(*partial(37, 37))
+    part = part._replace(o=part.o[..., :e])
+    for x, rows in ((into, (3, 5, 7)), (part, (5, 6, 7))):
+        x.lse[0, 1, list(rows)] = -INF
+        x.o[0, list(rows), 1] = NAN
+    right = tw.merge(tw.Partial(into.o.clone(), into.lse.clone()), part)
+    between = o[:, 1::2].clone()
+    assert backends.absorb(into, part)
+    assert testing.agree(into.o, right.o) and testing.agree(into.lse, right.lse)
+    assert torch.equal(o[:, 1::2], between)
+
+
+def test_columns_apart_are_not_merged_in_place():
+    o, lse = torch.zeros(1, 2, 3, 8), torch.zeros(1, 3, 2)
+    assert not backends.absorb(tw.Partial(o[..., ::2], lse), tw.Partial(o[..., ::2], lse))

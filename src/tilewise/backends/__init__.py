@@ -68,6 +68,12 @@ def backward(plan: Plan, x: Inputs[Any], saved: Partial, grads: Partial, needs: 
     return load(plan.backend).backward(plan.problem, x, saved, grads, plan.config, needs)
 
 
+def absorb(into: Partial, part: Partial) -> bool:
+    """into ← merge(into, part) in place, by the first backend that has a kernel for these tensors; False: none has."""
+    kernels = (getattr(load(name), "absorb", None) for name in ORDER)
+    return any(kernel(into, part) for kernel in kernels if kernel is not None)
+
+
 def make_plan(problem: Problem, name: str | None = None) -> Plan:
     """The plan of the named backend, or of the first that does not refuse; `Unsupported` with every reason otherwise."""
     refused: list[tuple[str, tuple[str, ...]]] = []

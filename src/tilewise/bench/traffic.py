@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -125,11 +125,11 @@ def row(work: Workload, way: str, ms: float, kernels: list[ncu.Kernel], device: 
 
 
 def predict(work: Workload, way: str, device: str) -> dict[str, Any]:
-    """The cost model's counts: of standard attention, its products in large tiles, or of the kernels that the plan would
-    launch, each with its own tile."""
+    """The cost model's counts: of standard attention as eager torch runs it, its products in large tiles, or of the kernels
+    that the plan would launch, each with its own tile."""
     problem, back = describe(work, device), way == "backward"
     if work.who == "standard":
-        price = cost.standard(problem, back, Passes.parse(work.passes), PRODUCT)
+        price = cost.standard(problem, back, replace(Passes.parse(work.passes), product=True), PRODUCT)
     else:
         config = _plan(work, device).config
         shapes = {name: getattr(config, name, config).shape for name in ("forward", "dq", "dk_dv")}

@@ -51,7 +51,9 @@ def cost(
     machine: str = typer.Option("h100", help="t4, a100, rtx4090, h100, h200, b200, mi300x, ... or cpu, which is measured"),
     block_m: int = typer.Option(128, min=1, help="query rows of a tile"),
     block_n: int = typer.Option(64, min=1, help="key rows of a tile"),
-    passes: str = typer.Option("", help="kernels of standard attention: 'scale,mask-add|mask-fill|mask-torch,dropout,copies'"),
+    passes: str = typer.Option(
+        "", help="kernels of standard attention: 'scale,mask-add|mask-fill|mask-torch,dropout,product,copies'"
+    ),
     accounting: str = typer.Option("lean", help="of FlashAttention-1: lean, literal or released"),
     splits: int = typer.Option(1, min=1, help="also the keys split among so many programs (decode)"),
     ranks: int = typer.Option(1, min=1, help="also what a ring of so many ranks sends"),

@@ -36,6 +36,7 @@ class Measured(NamedTuple):
 
     device: str
     rows: list[dict[str, Any]]
+    date: str = ""
 
     def find(self, case: str, who: str, passes: str = "") -> list[dict[str, Any]]:
         """Both directions of one workload, or nothing."""
@@ -54,7 +55,7 @@ def paper(
     """Show theorem 2's exponents, from counters of runs and from the model, and figure 2: published, model, measured."""
     if run:
         raise typer.Exit(measure_all(device, only, json))
-    records = [load(path) for path in measured or sorted(RESULTS.glob("*-paper.json"))]
+    records = by_device(load(path) for path in measured or sorted(RESULTS.glob("*-paper.json")))
     console = out()
     console.print(fold())
     with progress(None) as step:
@@ -233,10 +234,19 @@ def load(path: Path) -> Measured:
     """A record that `--measure` wrote."""
     try:
         found = text.loads(path.read_text())
-        rows = [row for row in found["rows"] if {"case", "who", "passes", "model"} <= set(row)]
-        return Measured(", ".join(dict.fromkeys(found["machine"]["gpus"])), rows)
+        rows = [row for row in found["rows"] if {"case", "pass", "who", "passes", "model"} <= set(row)]
+        return Measured(", ".join(dict.fromkeys(found["machine"]["gpus"])), rows, found["date"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"{path} is no record of `tilewise paper --measure`: {type(error).__name__}: {error}") from None
+
+
+def by_device(records: Iterable[Measured]) -> list[Measured]:
+    """One record for each device: of what it measured several times, the latest."""
+    found: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: record.date):
+        named = {tuple(row[key] for key in ("case", "who", "passes", "pass")): row for row in record.rows}
+        found[record.device] = found.get(record.device, {}) | named
+    return [Measured(device, list(rows.values())) for device, rows in found.items()]
 
 
 def totals(record: Measured) -> dict[str, float]:

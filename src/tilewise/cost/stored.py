@@ -19,11 +19,13 @@ class Passes:
 
     mask   "add": scores read and written, nothing backward · "fill": in both directions · "torch": as `masked_fill` and its
            derivative do it, backward a copy and a fill in place
+    product  dp∘p by a kernel of its own before the rest of softmax's derivative, as eager torch computes it
     """
 
     scale: bool = False
     mask: Literal["", "add", "fill", "torch"] = ""
     dropout: bool = False
+    product: bool = False
     copies: bool = False
     """k / √d, and contiguous copies of q, k, v and of the gradients, which einsum makes of "b s h d"."""
 
@@ -38,13 +40,13 @@ class Passes:
         """The passes that a text names.
 
         >>> Passes.parse("mask-add,dropout")
-        Passes(scale=False, mask='add', dropout=True, copies=False)
+        Passes(scale=False, mask='add', dropout=True, product=False, copies=False)
         """
         chosen: dict[str, Any] = {}
         for name in filter(None, (part.strip() for part in names.split(","))):
             kind, _, how = name.partition("-")
-            if kind not in ("scale", "mask", "dropout", "copies") or (kind == "mask") != bool(how):
-                known = "scale, mask-add, mask-fill, mask-torch, dropout, copies"
+            if kind not in ("scale", "mask", "dropout", "product", "copies") or (kind == "mask") != bool(how):
+                known = "scale, mask-add, mask-fill, mask-torch, dropout, product, copies"
                 raise OptionError(f"pass {name!r} is unknown; there are {known}")
             chosen[kind] = how or True
         return cls(**chosen)
@@ -84,6 +86,7 @@ def steps(problem: Problem, passes: Passes = Passes(), backward: bool = False) -
             (True, Step("dv = pᵀ·do", f"{p} do", "dv", "s n e")),
             (True, Step("dp = do·vᵀ", "do v", "dp", "n e s")),
             (passes.dropout, Step("dropout backward", "dp keep", "dp")),
+            (passes.product, Step("dp∘p", "p dp", "dp")),
             (True, Step("ds = p∘(dp − Σ dp∘p)", "p dp", "ds")),
             *[(True, Step("mask backward", "ds", "ds"))] * fill,
             (passes.scale, Step("scale backward", "ds", "ds")),

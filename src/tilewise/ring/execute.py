@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._errors import DtypeError, ShapeError
 from ..api import merge
+from ..backends import absorb
 from ..ops import lse_dtype
 from ..problem import Partial
 from .kernel import Kernel
@@ -150,8 +151,7 @@ class Memory:
         elif isinstance(op, Add):
             self._add(op)
         elif isinstance(op, Merge):
-            merged = merge(*(_partial(self.read(view)) for view in (op.into, op.source)))
-            self.write(op.into, _planes(merged), own=True)
+            self._merge(op)
         elif isinstance(op, Finish):
             done = kernel.finish(_partial(self.read(op.part)), op.heads)
             o, lse = _planes(done)
@@ -231,6 +231,12 @@ class Memory:
         (kv,) = self.read(view)
         k, v = kv.split([self.plan.problem.d, self.plan.problem.e], -1)
         return k, v
+
+    def _merge(self, op: Merge) -> None:
+        into, part = (_partial(self.read(view)) for view in (op.into, op.source))
+        in_place = len(op.into.rows.ranges) == 1 and op.into.buffer not in self.passing
+        if not (in_place and absorb(into, part)):
+            self.write(op.into, _planes(merge(into, part)), own=True)
 
     def _add(self, op: Add) -> None:
         source = self.read(op.source)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Inputs, Partial, Problem
+from .refusals import installed, interpreting
 from .refusals import why_not as why_not
 
 
@@ -43,6 +44,17 @@ def warm(problem: Problem, x: Inputs[Tensor], config, needs: Sequence[str]) -> l
 
     with _on(x.q):
         return warm(problem, x, config, needs)
+
+
+def absorb(into: Partial, part: Partial) -> bool:
+    """into ← merge(into, part), in place; see `merging`. False where these tensors are none for it."""
+    if not installed() or not (interpreting() or into.o.is_cuda) or into.o.stride(-1) != 1 or part.o.stride(-1) != 1:
+        return False
+    from .merging import absorb
+
+    with _on(into.o):
+        absorb(into, part)
+    return True
 
 
 class _on:

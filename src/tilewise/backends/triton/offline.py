@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from . import backward_pass, dbias, forward_pass, visits  # noqa: F401  # all that launch: loaded before any is watched
+from . import backward_pass, dbias, forward_pass, merging, visits  # noqa: F401  # all that launch: loaded before any is watched
 from . import launch as launching
 from .tape import Tape
 
