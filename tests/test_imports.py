@@ -17,7 +17,7 @@ LEVELS = {
     2: {"softmax", "tiles", "cost", "machine", "cases"},
     3: {"reference"},
     4: {"backends"},
-    5: {"request", "ops"},
+    5: {"request", "recall", "ops"},
     6: {"api"},
     7: {"warm", "ring"},
     8: {"compat", "explain", "bench", "testing", "demo", "cli", "__main__"},

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import backends, ops, testing
+from tilewise import backends, recall, testing
 from tilewise.dropout import Dropout
 from tilewise.problem import Inputs, Options, Problem
 from tilewise.request import Request
@@ -296,7 +296,7 @@ def test_a_tape_into_which_another_tensor_went_is_not_kept():
 
 
 def plan(x, mask, **options):
-    return ops.plan_of(x, Request(Options(mask, **options)).encode())
+    return recall.plan_of(x, Request(Options(mask, **options)).encode())
 
 
 def test_a_plan_is_made_once_for_what_it_depends_on():
@@ -312,9 +312,9 @@ def test_plans_with_the_same_arrays_are_made_once():
     assert plan(x, tw.Documents(ids.copy())) is before
     assert plan(x, tw.Documents(torch.as_tensor(ids))) is before
     assert plan(x, tw.Documents(ids // 2)) is not before
-    for number in range(ops.MOST_LENT):
+    for number in range(recall.MOST_LENT):
         plan(x, tw.Documents(ids + number + 1))
-        assert len(ops._lent) <= ops.MOST_LENT
+        assert len(recall._lent) <= recall.MOST_LENT
     assert plan(x, tw.Documents(ids)) is not before  # kept no longer
 
 

@@ -3,10 +3,7 @@ when an operator executes, so this file imports no backend. An ordinary eager ca
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,18 +13,8 @@ from torch.nn import Parameter
 
 from ._errors import OptionError
 from .problem import NAMES, Inputs, Partial, Problem
-from .request import Request, Wire, drops, extras_of, named_inputs, on_host
-
-Plan = Any
-"""A `backends.plan.Plan`, which this file passes on and never looks into but for its problem."""
-
-
-@cache
-def _backends() -> Any:
-    """What runs, imported when something does."""
-    from . import backends
-
-    return backends
+from .recall import Plan, Words, backends, plan_of, recall, remember
+from .request import Request, Wire, extras_of, named_inputs, on_host
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +98,9 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             return _differentiable(x, wire)
         if _plain(x):
-            return eager(x, wire)
+            plan = plan_of(x, wire)
+            remember(x, request, wire, plan)
+            return eager(plan, wire, x)
     return Partial(*attention(x.q, x.k, x.v, [getattr(x, name) for name in request.extras], *wire))
 
 
@@ -129,90 +118,36 @@ def _watched() -> bool:
     return c._are_functorch_transforms_active() or c._len_torch_dispatch_stack() > 0 or c._get_tracing_state() is not None
 
 
-_plans: dict[Any, Plan] = {}
-"""Plans of calls without arrays, by everything that they depend on."""
-
-_lent: list[tuple[Any, Plan, list[Any]]] = []
-"""Plans of calls with arrays, the latest first: what else they depend on, the plan, and the arrays as `_kept` keeps them."""
-
-MOST_PLANS, MOST_LENT = 4096, 16
-
-
-def plan_of(x: Inputs[Tensor], wire: Wire) -> Plan:
-    """How a call runs. What a caller may repeat, shapes, options and arrays of the same content, is planned once, as offsets
-    are from layer to layer; a point test may answer differently each time. A seed changes no plan, only its problem."""
-    seeds = 1 if drops(wire.text) else 0
-    arrays = wire.arrays[: len(wire.arrays) - seeds]
-    shapes = [None if t is None else (t.shape, t.dtype) for t in (x.q, x.k, x.v, x.bias, x.alibi, x.sink)]
-    key: Any = (wire.text, *wire.ints, *wire.floats, x.q.device, *shapes)
-    unknown = "where" in wire.text or any([a.is_inference() and not a.is_cpu for a in arrays])  # noqa: C419
-    plan = None if unknown else _lent_plan(key, arrays) if arrays else _plans.get(key)
-    if plan is not None and not seeds:
-        return plan
-    if plan is None and not unknown:  # the plan's own: an owner may change an array
-        arrays = [a.clone() if a.is_cpu else a for a in arrays]
-        wire = wire._replace(arrays=[*arrays, *wire.arrays[len(arrays) :]])
-    request = Request.decode(wire)
-    if plan is None:
-        plan = _backends().make_plan(request.problem(x), request.backend)
-        if not unknown:
-            _keep(key, plan, arrays)
-    return replace(plan, problem=replace(plan.problem, dropout=request.dropout())) if seeds else plan
-
-
-def _lent_plan(key: Any, arrays: Sequence[Tensor]) -> Plan | None:
-    """The plan of an earlier call with these arrays, which becomes the latest."""
-    for at, entry in enumerate(_lent):
-        known, plan, kept = entry
-        if known == key and all([_same(a, b) for a, b in zip(kept, arrays, strict=True)]):  # noqa: C419
-            if at:
-                _lent[:] = [entry, *[other for other in _lent if other is not entry]]
-            return plan
-    return None
-
-
-def _kept(array: Tensor) -> Any:
-    """What tells an array again: its content where the host holds it; on a device, where nobody looks, a weak reference and
-    how often torch has seen it change."""
-    return array if array.is_cpu else (weakref.ref(array), array._version)
-
-
-def _same(kept: Any, array: Tensor) -> bool:
-    """Whether an array holds what a kept one did."""
-    if isinstance(kept, Tensor):
-        return array.is_cpu and kept.dtype == array.dtype and torch.equal(kept, array)
-    return not array.is_cpu and kept[0]() is array and kept[1] == array._version
-
-
-def _keep(key: Any, plan: Plan, arrays: Sequence[Tensor]) -> None:
-    """Keep a plan under what it depends on."""
-    if arrays:
-        _lent[:] = [(key, plan, [_kept(a) for a in arrays]), *_lent[: MOST_LENT - 1]]
-    else:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-
-
 def launch(plan: Plan, x: Inputs[Tensor]) -> Partial:
     """Run a plan."""
     if not torch.is_autocast_enabled(x.q.device.type):
-        return _backends().forward(plan, x)
+        return backends().forward(plan, x)
     with torch.autocast(x.q.device.type, enabled=False):
-        return _backends().forward(plan, x)
+        return backends().forward(plan, x)
 
 
 def launch_backward(plan: Plan, x: Inputs[Tensor], saved: Partial, grads: Partial, needs: Sequence[str]) -> Inputs[Tensor]:
     """Run a plan's backward pass."""
     if not torch.is_autocast_enabled(x.q.device.type):
-        return _backends().backward(plan, x, saved, grads, needs)
+        return backends().backward(plan, x, saved, grads, needs)
     with torch.autocast(x.q.device.type, enabled=False):
-        return _backends().backward(plan, x, saved, grads, needs)
+        return backends().backward(plan, x, saved, grads, needs)
 
 
-def eager(x: Inputs[Tensor], wire: Wire) -> Partial:
+def again(q: Tensor, k: Tensor, v: Tensor, words: Words) -> Partial | None:
+    """A call that was made before with tensors of the same shapes, by the plan that it had then; None where it was not, or
+    somebody looks on. Nothing is checked or described anew: what passed once passes."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return None
+    known = recall(q, k, v, words)
+    x = Inputs(q, k, v)
+    if known is None or torch.is_autocast_enabled(q.device.type) or not _plain(x):
+        return None
+    return eager(*known, x)
+
+
+def eager(plan: Plan, wire: Wire, x: Inputs[Tensor]) -> Partial:
     """A call that only autograd looks at."""
-    plan = plan_of(x, wire)
     tensors = (x.q, x.k, x.v, x.bias, x.alibi, x.sink)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):  # noqa: C419
         return Partial(*_Eager.apply(plan, wire, *tensors))  # type: ignore[misc]
@@ -253,9 +188,9 @@ class _Eager(torch.autograd.Function):
 def _differentiable(x: Inputs[Tensor], wire: Wire) -> Partial:
     """Attention as ordinary operations: what derivatives beyond the first are taken of."""
     request = Request.decode(wire._replace(arrays=[on_host(a) for a in wire.arrays]))
-    plan = _backends().make_plan(request.problem(x), request.backend)
+    plan = backends().make_plan(request.problem(x), request.backend)
     with torch.autocast(x.q.device.type, enabled=False):
-        return _backends().differentiable(plan, x, named=request.backend is not None)
+        return backends().differentiable(plan, x, named=request.backend is not None)
 
 
 def _wanted(extras: Sequence[str], needs: Sequence[bool]) -> list[str]:

@@ -3,7 +3,8 @@ comes from data, and no tolerance is picked by hand.
 
     error ≤ 2·(error of the same computation done eagerly in the input dtype) + rounding
 
-in L2 over the whole array, where `rounding` is what one rounding of every term comes to (`roundings`)."""
+in L2 over the whole array, where `rounding` is what one rounding of every term (`roundings`) and of every partial sum
+(`chained`) comes to."""
 
 from __future__ import annotations
 
@@ -103,6 +104,13 @@ def judge(case: Case, x: Inputs[Tensor], grads: Partial, mine: Answer) -> list[R
     exact_eps = torch.finfo(torch.float64).eps  # the oracle rounds too
     eps = torch.finfo(x.q.dtype).eps + exact_eps, torch.finfo(grads.lse.dtype).eps + exact_eps
     rounding = roundings(problem, exact, Partial(do, dlse), eps)
+    for name, terms in {
+        "o": problem.s,
+        "dq": problem.s,
+        "dk": problem.n * problem.group,
+        "dv": problem.n * problem.group,
+    }.items():
+        rounding[name] += chained(terms, eps[1]) * float(np.linalg.norm(np.nan_to_num(right.arrays[name], posinf=0, neginf=0)))
     dtype = str(x.q.dtype).removeprefix("torch.")
     return [
         compare((case.name, dtype, name), mine.arrays[name], right.arrays[name], rough.arrays[name], rounding[name])
@@ -196,6 +204,12 @@ def roundings(problem: Problem, x: Inputs[np.ndarray], grads: Partial, eps: tupl
     }
     present = {"o", "lse", *(f"d{name}" for name, _ in x.present())}
     return {name: float(torch.nan_to_num(a, posinf=0, neginf=0).norm()) for name, a in sizes.items() if name in present}
+
+
+def chained(terms: int, eps: float) -> float:
+    """What a chain of additions of terms of one sign rounds, as a share of their sum: a standard deviation of eps/√12 of each
+    partial sum, k/N of the whole, comes to eps·√N/6."""
+    return eps * terms**0.5 / 6
 
 
 def _root_sum_square(a: Tensor, b: Tensor) -> Tensor:
