@@ -202,6 +202,15 @@ def test_the_command_shows_published_model_and_measured_apart(tmp_path: Path):
     assert command.totals(command.load(path)) == {"standard": 41.0, "flash": 2.5}
 
 
+def test_the_model_of_standard_attention_is_todays(tmp_path: Path):
+    path = tmp_path / "a-paper.json"
+    path.write_text(json.dumps(record_of([*rows_of("standard", "", 1e9), *rows_of("standard", "planted", 1e9)])))
+    rows = {(row["passes"], row["pass"]): row["model"]["least_bytes"] for row in command.load(path).rows}
+    scores = 64 * 16 * 1024**2 * 2
+    assert rows["planted", "forward"] == rows["planted", "backward"] == 10**9
+    assert rows["", "backward"] - rows["", "forward"] == pytest.approx((7 + 3 - 4) * scores, rel=0.05)
+
+
 def test_records_of_one_device_are_one_and_the_latest_counts(tmp_path: Path):
     planted = {
         "b": record_of([*rows_of("standard", "", 1e9), *rows_of("tilewise", "", 2e9)], date="2026-11-29"),

@@ -153,7 +153,7 @@ def test_whoever_looks_on_sees_operators(described):
     with Watch() as seen:
         tw.attention(*x, mask=tw.Causal())
     assert "tilewise.attention.default" in seen.names
-    batched = torch.func.vmap(lambda *t: tw.attention(*t, mask=tw.Causal()))(*(t[:, None] for t in x))
+    batched = torch.func.vmap(lambda q, k, v: tw.attention(q, k, v, mask=tw.Causal()))(*(t[:, None] for t in x))
     assert torch.allclose(batched[:, 0], plain, atol=1e-6)
     assert len(described) >= 5
 
