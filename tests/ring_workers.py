@@ -96,6 +96,10 @@ class Sizes:
     options: dict[str, Any] = field(default_factory=dict)
     method: str = "auto"
 
+    @property
+    def layout_of_keys(self) -> str:
+        return "contiguous" if self.layout == "replicated" else self.layout
+
 
 def cases(world: int) -> dict[str, Sizes]:
     """Causal, window, documents, options, and lengths that do not divide."""
@@ -116,6 +120,7 @@ def cases(world: int) -> dict[str, Sizes]:
         "fewer rows than ranks": Sizes(world - 1, mask=causal),
         "no rows": Sizes(0, 5, mask=causal),
         "bfloat16": Sizes(61, mask=causal, dtype=torch.bfloat16, h=4, g=1),
+        "a decoding step": Sizes(3, 41, causal, "replicated", sink=True, options={"softcap": 9.0}),
         "float32": Sizes(47, mask=tw.Prefix(9), dtype=torch.float32),
     }
 
@@ -126,7 +131,11 @@ def attends(name: str, group: Any = None) -> Found:
     case = cases(group.size())[name]
     wide, mine = _leaves(case, torch.float64), _leaves(case, case.dtype)
     q, k, v, *extras = mine
-    sides = [api.shard(x, group, layout=case.layout, mask=case.mask).detach().requires_grad_() for x in (q, k, v)]
+    layouts = (case.layout, case.layout_of_keys, case.layout_of_keys)
+    sides = [
+        api.shard(x, group, layout=layout, mask=case.mask).detach().requires_grad_()
+        for x, layout in zip((q, k, v), layouts, strict=True)
+    ]
     alibi, sink = extras
     o, lse = api.attention_with_lse(
         *sides, mesh=group, mask=case.mask, layout=case.layout, method=case.method, alibi=alibi, sink=sink, **case.options
@@ -157,7 +166,8 @@ def attends(name: str, group: Any = None) -> Found:
 def _rows(case: Sizes, group: Any, keys: bool = False) -> Callable[[Tensor, int], Tensor]:
     """Takes this rank's rows of a whole tensor."""
     length = (case.n if case.s is None else case.s) if keys else case.n
-    index = api.positions(length, group, layout=case.layout, mask=case.mask, batch=case.b, device=DEVICE)
+    layout = case.layout_of_keys if keys else case.layout
+    index = api.positions(length, group, layout=layout, mask=case.mask, batch=case.b, device=DEVICE)
     return lambda t, axis: t.index_select(axis, index)
 
 
@@ -302,6 +312,8 @@ def mismatches() -> dict[str, str]:
         "rows": lambda: api.attention(*[x[:, :2] if last else x] * 3, mask=causal),
         "one is wrong": lambda: api.attention(x, x[..., :3] if last else x, x),
         "one backend": lambda: api.attention(x, x, x, backend="triton" if last else None),
+        "queries": lambda: api.attention(x[:, :2] if last else x, x, x, layout="replicated"),
+        "tree": lambda: api.attention(x, x, x, layout="replicated", method="ring"),
         "roll": lambda: api.roll(x, 2 if last else 1),
         "fill": lambda: api.roll(x, 1, fill=float("nan") if last else 3),
         "teams": lambda: api.attention(x, x, x, method=Method("ring", heads=2)),

@@ -49,6 +49,8 @@ ERRORS = {
     "softcap": "OptionError: softcap: rank 0 of the group has None, rank 2 has 30.0",
     "gradients": "OptionError: gradients: rank 0 of the group has False, rank 2 has True",
     "rows": "ShapeError: axis n: rank 0 holds 5 rows of q; of 12 rows over 3 ranks the zigzag layout gives it 4",
+    "queries": "ShapeError: axis n: rank 0 holds 5 rows of q, rank 2 2; in the replicated layout every rank holds all of them",
+    "tree": "OptionError: method ring+1: only a tree, and it always, takes queries that every rank holds",
     "roll": "OptionError: call: rank 0 of the group has roll by 1, rank 2 has roll by 2",
     "fill": "OptionError: fill: rank 0 of the group has 3.0, rank 2 has nan",
     "teams": "OptionError: method ring+1, heads over 2: 3 ranks do not form teams of 2",

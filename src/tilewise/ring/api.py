@@ -61,8 +61,10 @@ def attention(
                 mask, alibi "h" or "b h" and sink "h" are those of the whole sequence, the same on every rank
     Rows        in the order of `shard` with the same layout and mask; `positions` says which they are. layout "contiguous"
                 takes any number of rows from each rank; "zigzag", "striped" and "balanced" those that `shard` gives; "auto"
-                goes by the mask (`layout.name_layout`); or the Owners of both sides
-    method      "ring", "double", "direct", "gather", "heads" (rows for heads, all-to-all), "auto", or a `Method`
+                goes by the mask (`layout.name_layout`); or the Owners of both sides. "replicated" is a decoding step: all
+                of q, and so of o and q's gradient, on every rank, the keys where they are, contiguous, any number a rank
+    method      "ring", "double", "direct", "gather", "heads" (rows for heads, all-to-all), "auto", or a `Method`; where q is
+                replicated partial results merge in log₂ N rounds
     Options     scale, softcap, alibi, sink, dropout, seed, backend as in `tilewise.attention`. The pattern of dropout does not
                 depend on the number of ranks; seed None takes one that the first rank draws. wire: the dtype in which
                 gradients of k and v travel (float32 unless it says torch.bfloat16)
@@ -75,7 +77,7 @@ def attention(
                 others; the group is of no use then. Ranks that ask for different things raise the same error, before any data
                 moves
     Errors      as `tilewise.attention`. What is not one rectangle of shared rows is refused: bias, ragged, positions
-    Source      Liu et al. 2023, Ring Attention; Jacobs et al. 2023, DeepSpeed Ulysses
+    Source      Liu et al. 2023, Ring Attention; Jacobs et al. 2023, DeepSpeed Ulysses; Shyam et al. 2024, Tree Attention
 
     >>> from tilewise import Causal
     >>> q = k = v = torch.randn(1, 6, 2, 8)         # one process: all rows are here
@@ -172,7 +174,8 @@ class _Attention(torch.autograd.Function):
         if x.sink is not None and ctx.needs_input_grad[5]:
             sink = x.sink.to(lse.dtype)[None, :, None]
             parts = torch.exp(sink - lse) * total
-            dsink = -torch.where(lse == -torch.inf, 0, parts).sum((0, 2)).to(x.sink.dtype)
+            shares = ctx.call.transport.world if ctx.call.setting.q.replicated else 1
+            dsink = (-torch.where(lse == -torch.inf, 0, parts).sum((0, 2)) / shares).to(x.sink.dtype)
         return None, dq, dk, dv, None, dsink
 
 

@@ -212,29 +212,33 @@ def _setting(x: Shards, asked: Asked, agreed: tuple[list, dict], by: tuple[Trans
 
 def _share(x: Shards, asked: Asked, counts: list[tuple[int, ...]]) -> tuple[tuple[Owners, Owners], Problem]:
     """Who owns which rows, and the problem of all of them."""
-    n, s = (sum(side) for side in counts)
-    (b, _, h, d), (_, _, g, e) = x.q.shape, x.v.shape
-    nothing = x.q.new_empty(1)  # tensors of the whole size that take no memory
-    q, k, v = (nothing.expand(size) for size in ((b, n, h, d), (b, s, g, d), (b, s, g, e)))
-    problem = Problem.describe(_inputs(Shards(q, k, v, x.alibi, x.sink)), Options(asked.mask, asked.scale, asked.softcap))
-    problem.check_values()
+    b, h, g = x.q.shape[0], x.q.shape[2], x.k.shape[2]
     if isinstance(asked.layout, Named):
         of_q, of_kv = (lay_out_as_held(asked.layout, rows, side, b) for side, rows in zip("qk", counts, strict=True))
-        return (of_q, of_kv), problem
-    for side, rows, owner in zip("qk", counts, asked.layout, strict=True):
-        if owner.counts != list(rows):
-            raise OptionError(f"layout: owners of {side} share {owner.counts} rows, the ranks hold {list(rows)}")
-    return asked.layout, problem
+    else:
+        of_q, of_kv = asked.layout
+        for side, rows, owner in zip("qk", counts, asked.layout, strict=True):
+            if owner.counts != list(rows):
+                raise OptionError(f"layout: owners of {side} share {owner.counts} rows, the ranks hold {list(rows)}")
+    sizes = ((b, of_q.length, h), (b, of_kv.length, g), (b, of_kv.length, g))
+    nothing = x.q.new_empty(1)  # tensors of the whole size that take no memory
+    q, k, v = (nothing.expand(*size, t.shape[3]) for size, t in zip(sizes, x[:3], strict=True))
+    problem = Problem.describe(_inputs(Shards(q, k, v, x.alibi, x.sink)), Options(asked.mask, asked.scale, asked.softcap))
+    problem.check_values()
+    return (of_q, of_kv), problem
 
 
 def settle_method(asked: Asked, problem: Problem, transport: Transport, gather: Callable) -> Method:
     """How keys move. "auto": what the first rank forecasts to be fastest for the layout, by `choose`, and tells the others:
     what it found for one batch of documents it takes for the next of as many rows. Owners given one by one, of which a
-    forecast knows nothing, send keys straight to whoever needs them. "heads": rows are exchanged for heads, no keys move."""
+    forecast knows nothing, send keys straight to whoever needs them. "heads": rows are exchanged for heads, no keys move.
+    Queries that every rank holds leave keys where they are: a tree of partial results."""
     if isinstance(asked.method, Method):
         return asked.method
     if asked.method != "auto":
         return Method("direct", heads=transport.world) if asked.method == "heads" else Method(asked.method)
+    if asked.layout.name == "replicated" if isinstance(asked.layout, Named) else asked.layout[0].replicated:
+        return Method("tree")
     if transport.world == 1 or not problem.n or not problem.s or not isinstance(asked.layout, Named):
         return Method("direct")
     name, p = name_layout(*asked.layout), problem

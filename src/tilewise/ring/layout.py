@@ -12,10 +12,11 @@ import numpy as np
 from .._errors import OptionError, ShapeError
 from ..mask import Causal, Chunked, Documents, Full, Mask, Prefix, Window, parse
 from ..problem import Inputs, Options, Problem
-from .owners import BY_NAME, Owners, balanced, parts_of
+from .owners import BY_NAME, Owners, balanced, parts_of, replicated
 from .runs import Runs
 
-LAYOUTS = (*BY_NAME, "balanced")
+LAYOUTS = (*BY_NAME, "balanced", "replicated")
+"""The last one is of a decoding step: every rank has all queries, and any number of keys, in order."""
 
 
 class Named(NamedTuple):
@@ -51,13 +52,21 @@ def lay_out(layout: Named, length: int, world: int, batch: int = 1) -> Owners:
     name = name_layout(*layout)
     if name == "balanced":
         return balanced(_of_rows(length, layout.mask, batch), world)
+    if name == "replicated":
+        return replicated(length, world)
     return BY_NAME[name](length, world)
 
 
 def lay_out_as_held(layout: Named, counts: Sequence[int], side: str, batch: int = 1) -> Owners:
     """The rows of each rank, where rank r holds `counts[r]` of them. In the contiguous layout a rank may hold any number."""
     length, world, name = sum(counts), len(counts), name_layout(*layout)
-    if name == "contiguous":
+    if name == "replicated" and side == "q":
+        other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+        if other is not None:
+            have = f"rank 0 holds {counts[0]} rows of q, rank {other} {counts[other]}"
+            raise ShapeError(f"axis n: {have}; in the replicated layout every rank holds all of them")
+        return replicated(counts[0], world)
+    if name in ("contiguous", "replicated"):
         ends = np.cumsum([0, *counts]).tolist()
         return Owners(length, tuple(Runs.span(lo, hi) for lo, hi in pairwise(ends)))
     owners = lay_out(Named(name, layout.mask), length, world, batch)
