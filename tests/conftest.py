@@ -1,4 +1,5 @@
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,21 @@ if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which 
 def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that is off by a thousandth."""
     from tilewise import backends
+
+    for name in ("cpu", "torch"):
+        _put_off(monkeypatch, backends.load(name))
+
+
+def _put_off(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     from tilewise.problem import Partial
 
-    torch_backend = backends.load("torch")
-    right = torch_backend.forward
+    right = backend.forward
 
     def off(*arguments):
         o, lse = right(*arguments)
         return Partial(o * 1.001, lse)
 
-    monkeypatch.setattr(torch_backend, "forward", off)
+    monkeypatch.setattr(backend, "forward", off)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tilewise.problem import Options, Partial
 from tilewise.ragged import Ragged
 from tilewise.tiles import visible_pairs
 
-TORCH: Any = backends.load("torch")
+MINE: Any = backends.load("cpu" if find_spec("llvmlite") else "torch")  # what runs on a CPU
 MASKED = Options(Causal() & Window(left=11))
 TINY = Case("tiny", 2, 37, 41, 4, 2, 8, 5, options=MASKED)
 SDPA = PEERS[:1]
@@ -125,7 +126,7 @@ def test_it_refuses_a_wrong_backend(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_it_says_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TORCH, "forward", lambda *arguments: _raise(RuntimeError("out of paper")))
+    monkeypatch.setattr(MINE, "forward", lambda *arguments: _raise(RuntimeError("out of paper")))
     result = bench("--quick", "--case", "tiny")
     assert result.exit_code == 1 and "RuntimeError: out of paper" in result.stdout
 
@@ -139,8 +140,8 @@ def test_it_says_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["NaN", "lse", "raises"],
 )
 def test_what_is_not_right_is_refused(monkeypatch: pytest.MonkeyPatch, answer: Callable) -> None:
-    right = TORCH.forward
-    monkeypatch.setattr(TORCH, "forward", lambda *arguments: answer(right(*arguments)))
+    right = MINE.forward
+    monkeypatch.setattr(MINE, "forward", lambda *arguments: answer(right(*arguments)))
     assert not verify.verify(TINY, "cpu")["forward"].ok
     rows = run(TINY, Setting(seconds=0.0), quiet).rows
     assert len(rows) == 4 and all(row.refused for row in rows)
@@ -194,7 +195,7 @@ def test_a_large_case_is_checked_at_its_own_size_in_some_rows(case: Case) -> Non
 @pytest.mark.usefixtures("small_sample")
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_gradient_that_is_wrong_at_full_size_only_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    right = TORCH.backward
+    right = MINE.backward
 
     def off(problem, *arguments):
         found = right(problem, *arguments)
@@ -202,7 +203,7 @@ def test_a_gradient_that_is_wrong_at_full_size_only_is_found(monkeypatch: pytest
             getattr(found, name)[0, 5, 0, 0] += 1e-2  # of another batch entry than the sampled one
         return found
 
-    monkeypatch.setattr(TORCH, "backward", off)
+    monkeypatch.setattr(MINE, "backward", off)
     verdict = verify.verify(LONG, "cpu")["backward"]
     assert not verdict.ok and "should be 0" in verdict.detail
 
@@ -321,7 +322,7 @@ def test_the_host_table_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_backend_that_refuses_is_a_footnote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TORCH, "why_not", lambda *_: ("only on Tuesdays",))
+    monkeypatch.setattr(backends.load("torch"), "why_not", lambda *_: ("only on Tuesdays",))
     outcome = run(TINY, Setting(backend="torch"), quiet)
     assert outcome.rows == [] and outcome.notes[0] == ("tilewise", "tiny", "forward", "only on Tuesdays")
 

@@ -243,8 +243,8 @@ def test_what_flash_attention_has_not(name: str, more: dict, says: str) -> None:
 def test_packages_that_are_not_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash.missing("not_there_at_all.part") == "not_there_at_all is not installed"
     assert BY_NAME["fa4"].absent("cpu") == "needs CUDA"
-    assert [one.name for one in choose(None, "cpu")] == ["sdpa", "flex"]
-    assert [one.name for one in choose(None, "cpu", quick=True)] == ["sdpa"]
+    assert [one.name for one in choose(None, "cpu")] == ["sdpa", "sdpa-folded", "sdpa-documents", "flex"]
+    assert [one.name for one in choose(None, "cpu", quick=True)] == ["sdpa", "sdpa-folded", "sdpa-documents"]
     assert choose("all", "cpu") == PEERS and choose("none", "cpu") == ()
     assert [one.name for one in choose("flex, sdpa", "cpu")] == ["flex", "sdpa"]
     monkeypatch.setattr(flash, "import_module", lambda name: 1 / 0)
@@ -258,3 +258,17 @@ def test_torch_is_heard_when_it_has_no_kernel() -> None:
     asked = task("backward", bias="1 h n s", needs=(*QKV, "bias"))
     _, (note,) = contenders(asked, Setting(peers=(cudnn,)), lambda text: None)
     assert note.reason.startswith("no such kernel:") and note.who == "sdpa-flash"
+
+
+def test_tricks_by_hand_compute_the_same() -> None:
+    documents = Documents.from_lengths([7, 1, 20, 25]) & Causal()
+    cases = {
+        "sdpa-folded": task(mask=Causal(), n=1, h=6),
+        "sdpa-documents": task(mask=documents, n=53),
+    }
+    for name, one in cases.items():
+        assert not BY_NAME[name].reasons(one)
+        right, found = contender(tilewise("torch"), one)(), contender(BY_NAME[name], one)()
+        assert torch.allclose(found.transpose(1, 2), right, atol=1e-6)
+        others = (task(mask=Causal(), softcap=2.0), task(mask=Window(3), n=1), task(n=1, g=4), task(mask=Prefix(3), n=53))
+        assert all(BY_NAME[name].reasons(other) for other in others)

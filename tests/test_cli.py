@@ -87,7 +87,10 @@ def test_module_is_the_command() -> None:
         (("check", "--backend", "abacus"), "'abacus' is unknown"),
         (("check", "--dtype", "int8"), "dtype must be one of"),
         (("bench", "--case", "no such case"), "'no such case' is unknown"),
-        (("bench", "--group", "no such group"), "'no such group' is unknown; there are main, small"),
+        (
+            ("bench", "--group", "no such group"),
+            "'no such group' is unknown; there are main, prefill, masks, half, decode, heads, small",
+        ),
         (("bench", "--group", "small", "--case", "causal"), "no case is both in small and one of causal"),
         (("bench", "--peers", "sdpa,nobody"), "peer 'nobody' is unknown"),
     ],
@@ -134,7 +137,8 @@ def _raise(error: Exception) -> None:
 
 
 def test_plan_costs_no_memory_and_prints() -> None:
-    result = tilewise("plan", "--b", 1, "--n", 4096, "--h", 8, "--d", 64, "--mask", "causal", "--g", 2, "--dtype", "bfloat16")
+    shape = ("--b", 1, "--n", 4096, "--h", 8, "--d", 64, "--mask", "causal", "--g", 2, "--dtype", "bfloat16")
+    result = tilewise("plan", *shape, "--backend", "torch")
     assert result.exit_code == 0, result.output
     for words in ("torch on cpu, bfloat16", "b=1 n=4096 s=4096 h=8 g=2 d=64 e=64", "256 × 256: visits 1088 of 2048", "GFLOP"):
         assert words in result.stdout

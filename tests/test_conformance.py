@@ -8,20 +8,29 @@ import torch
 
 import tilewise as tw
 from tilewise import backends, testing
-from tilewise.cases import CASES
+from tilewise.cases import CASES, Case
 from tilewise.problem import Inputs, Partial
 
 BY_NAME = {case.name: case for case in CASES}
 
 
+def asked() -> list[tuple[str, str, Case]]:
+    """Everything, but of Triton's interpreter every third case in float16: to kernels it is a half type like bfloat16."""
+    kinds = [(d, b) for b in backends.ORDER for d in testing.dtypes_of(b)]
+    return [(*kind, case) for at, case in enumerate(CASES) for kind in kinds if kind != ("float16", "triton") or at % 3 == 0]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's own, where the interpreter multiplies infinities
-@pytest.mark.parametrize("backend", backends.ORDER)
-@pytest.mark.parametrize("dtype", testing.DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_backend_is_within_budget(case, dtype, backend):
+@pytest.mark.parametrize(("dtype", "backend", "case"), asked(), ids=lambda x: getattr(x, "name", x))
+def test_backend_is_within_budget(dtype, backend, case):
     results = testing.check(case, dtype, backend)
     assert {r.quantity for r in results} >= {"o", "lse", "dq", "dk", "dv"}
     assert not [r for r in results if not r.ok]
+
+
+def test_only_float64_is_left_out_and_only_by_cpu():
+    left = {(b, d) for b in backends.ORDER for d in testing.DTYPES if d not in testing.dtypes_of(b)}
+    assert left <= {("cpu", "float64")}
 
 
 def test_case_names_are_unique_and_counted():

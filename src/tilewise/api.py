@@ -218,14 +218,13 @@ def plan(
 
     >>> from tilewise import Causal
     >>> x = torch.randn(1, 1024, 8, 64)
-    >>> print(plan(x, x, x, mask=Causal()))  # doctest: +ELLIPSIS
+    >>> print(plan(x, x, x, mask=Causal(), backend="torch"))
     backend   torch on cpu, float32
     problem   b=1 n=1024 s=1024 h=8 g=8 d=64 e=64, mask INTERVAL
     tiles     256 × 256: visits 80 of 128 (48 FULL, 32 PARTIAL, 48 EMPTY)
     forward   1.342 GFLOP, 14.71 MB (storing the scores: 142.61 MB)
     backward  4.698 GFLOP, 40.11 MB (storing the scores: 251.66 MB)
     workspace 16.0 MiB beside inputs, outputs and gradients
-    refused   triton: ...
     """
     x = _unpacked(Inputs(q, k, v, bias, alibi, sink), ragged)
     if isinstance(scale, Tensor):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import api
+from . import api, backends
 from .cases import CASES, Case
 from .ops import lse_dtype
 from .problem import DTYPES, Inputs, Options, Partial, Problem
@@ -55,6 +55,21 @@ class Answer:
         return cls({name: _float64(x) for name, x in named.items()})
 
 
+def dtypes_of(backend: str | None, device: str = "cpu") -> tuple[str, ...]:
+    """The dtypes that a backend computes in at all; every one where none is named."""
+    return tuple(name for name in DTYPES if backend is None or not _refused(name, backend, device))
+
+
+def _refused(dtype: str, backend: str, device: str) -> bool:
+    """Whether a backend refuses the simplest problem of this dtype, and float32's not."""
+
+    def reasons(name: str) -> tuple[str, ...]:
+        x = torch.empty(1, 1, 1, 1, dtype=getattr(torch, name), device=device)
+        return backends.load(backend).why_not(Problem.describe(Inputs(x, x, x)), True)
+
+    return bool(reasons(dtype)) and not reasons("float32")
+
+
 def count(dtypes: Sequence[str] | None = None, select: str = "") -> int:
     """How many results `conformance` yields at most: for progress."""
     return sum(5 + bool(c.bias) + bool(c.alibi) + c.sink for c in _selected(select)) * len(dtypes or DTYPES)
@@ -63,8 +78,9 @@ def count(dtypes: Sequence[str] | None = None, select: str = "") -> int:
 def conformance(
     backend: str | None, device: str = "cpu", dtypes: Sequence[str] | None = None, select: str = ""
 ) -> Iterator[Result]:
-    """Every named case, forward and gradients, on a backend: one result a quantity. `select`: part of a case's name."""
-    for dtype in dtypes or DTYPES:
+    """Every named case, forward and gradients, on a backend: one result a quantity. `dtypes`: if none is asked for, those of
+    the backend. `select`: part of a case's name."""
+    for dtype in dtypes or dtypes_of(backend, device):
         for case in _selected(select):
             yield from check(case, dtype, backend, device)
 

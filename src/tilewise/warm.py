@@ -54,7 +54,7 @@ def warmup(
     Returns     a `Warmth` to print: what is ready, and after how many seconds; a backend without kernels has nothing to do
 
     >>> q = torch.empty(8, 4096, 16, 64, device="meta")
-    >>> print(warmup(q, q, q, device="cpu"))
+    >>> print(warmup(q, q, q, device="cpu", backend="torch"))
     torch on cpu, float32, d=64 e=64, mask NONE: nothing to compile
     """
     start = time.perf_counter()

@@ -36,6 +36,7 @@ def lengths(total: int, count: int) -> list[int]:
 
 
 DOCUMENTS = lengths(TOKENS, 64)
+PAGES = lengths(4096, 11)
 
 TINY = Case("tiny", 1, 64, 64, 4, 4, 64, 64, "bfloat16", Options(Causal()), passes=CALLS)
 """So little that the call itself is what takes time."""
@@ -58,7 +59,35 @@ GROUPS: dict[str, dict[str, Iterable[Case]]] = {
             Case("softcap", 1, 1024, 1024, 8, 8, 64, 64, options=Options(Causal(), softcap=30.0)),
             Case("decode", 8, 1, 4096, 8, 2, 64, 64, options=Options(Causal()), passes=("decode",)),
         ),
-        "small": (tiny("cpu"),),
+        "prefill": tuple(
+            Case(f"{name}-n{n}-d{d}" + (f"-b{b}" if b > 1 else ""), b, n, n, h, h, d, d, options=Options(mask))
+            for b, n, h, d in ((1, 1024, 8, 64), (1, 4096, 8, 64), (1, 4096, 8, 128), (2, 2048, 16, 128), (1, 16384, 4, 64))
+            for name, mask in (("full", Full()), ("causal", Causal()))
+        ),
+        "masks": (
+            Case("window-n4096", 1, 4096, 4096, 8, 8, 64, 64, options=Options(Causal() & Window(left=255))),
+            Case("documents-n4096", 1, 4096, 4096, 8, 8, 64, 64, options=Options(Causal() & Documents.from_lengths(PAGES))),
+            Case("grouped-n2048", 1, 2048, 2048, 32, 4, 128, 128, options=Options(Causal())),
+        ),
+        "half": tuple(
+            Case(f"bfloat16-{name}-n{n}-d{d}", 1, n, n, 8, 8, d, d, "bfloat16", Options(mask))
+            for n, d in ((1024, 64), (4096, 128)) for name, mask in (("full", Full()), ("causal", Causal()))
+        ),
+        "decode": tuple(
+            Case(f"decode-b{b}-{dtype}", b, 1, 8192, 32, 8, 128, 128, dtype, Options(Causal()), passes=("decode",))
+            for b in (1, 8) for dtype in ("float32", "bfloat16")
+        ),
+        "heads": (
+            *(Case(f"d{d}", 1, 1024, 1024, 8, 8, d, d, options=Options(Causal())) for d in (40, 72, 80, 96, 192, 256)),
+            Case("d96-e40", 1, 1024, 1024, 8, 8, 96, 40),
+            Case("few-queries", 1, 128, 8192, 8, 8, 64, 64),
+            Case("few-keys", 1, 8192, 128, 8, 8, 64, 64),
+        ),
+        "small": (
+            tiny("cpu"),
+            *(Case(f"tiny-b{b}-n{n}-h{h}", b, n, n, h, h, 64, 64, options=Options(Causal()), passes=("call",))
+              for b, n, h in ((1, 32, 1), (4, 64, 8), (1, 128, 8))),
+        ),
     },
     "cuda": {
         "issue": (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "numpy", "triton")
+PACKAGES = ("torch", "numpy", "triton", "llvmlite")
 """Packages whose version a measurement depends on; those that are not installed have none."""
 
 

@@ -19,14 +19,14 @@ def check(
     failures: bool = typer.Option(False, "--failures", help="list failures only"),
 ) -> None:
     """Compare a backend with the float64 definition, case by case. Exit status 1 if anything fails."""
-    from ..testing import conformance, count
+    from ..testing import conformance, count, dtypes_of
 
     check_device(device)
     backends.load(backend)
     unknown = [name for name in dtype if name not in DTYPES]
     if unknown:
         raise DtypeError(f"dtype must be one of {', '.join(DTYPES)}, got {unknown[0]!r}")
-    dtypes, results = dtype or None, []
+    dtypes, results = dtype or dtypes_of(backend, device), []
     with progress(count(dtypes, case)) as step:
         for result in conformance(backend, device, dtypes, case):
             results.append(result)

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from ...problem import Problem
+from ..cache import folder
 from .fit import LEAST, PASSES
 from .sizes import Launch
 from .variant import kind_of, padded
@@ -76,12 +77,8 @@ class Found:
 
 
 def path() -> Path:
-    """$TILEWISE_CACHE/sizes.json, or in tilewise/ of $XDG_CACHE_HOME, or of ~/.cache."""
-    asked = os.environ.get("TILEWISE_CACHE")
-    if asked:
-        return Path(asked).expanduser() / "sizes.json"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tilewise" / "sizes.json"
+    """sizes.json in the user's cache."""
+    return folder() / "sizes.json"
 
 
 def entries() -> Mapping[Key, Found]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn.attention import SDPBackend
 
 from ..._errors import OptionError
-from . import flash, flex, sdpa
+from . import flash, flex, handmade, sdpa
 from .peer import Peer as Peer
 from .peer import contender as contender
 from .peer import tilewise as tilewise
@@ -15,6 +15,8 @@ PEERS: tuple[Peer, ...] = (
     sdpa.of("sdpa-flash", SDPBackend.FLASH_ATTENTION),
     sdpa.of("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
     sdpa.of("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
+    handmade.FOLDED,
+    handmade.LOOPED,
     flash.packed("sdpa-varlen", "torch.nn.attention.varlen"),
     flex.FLEX,
     flash.of("fa3", "fa3_fwd_interface", unbounded=-1, gradients=False),
