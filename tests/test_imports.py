@@ -36,6 +36,8 @@ THIRD_PARTY = {
 }
 RUNS_PLANS: set[str] = {"__init__", "agree", "api", "call", "exchange", "execute", "kernel", "local", "transport"}
 """Files of `ring` that may speak of tensors and processes; all others are descriptions, as pure as levels 0 to 2."""
+HANDS_OVER = {"hopper": {"triton"}}
+"""Backends that leave part of a pass to another: what Hopper's kernels do not make of gradients, Triton's do."""
 ENTRANCES = {"__init__"}  # re-exports what users call
 SIBLINGS_ALLOWED = {"cli", "__main__", "demo"}
 
@@ -95,9 +97,12 @@ def is_pure_ring(path: Path) -> bool:
 
 
 def not_a_sibling(path: Path, rest: str) -> bool:
-    """A backend's folder may import itself and what all share, never another backend."""
+    """A backend's folder may import itself and the files beside it, never another backend, but for one to which it hands
+    over."""
     folder, target = path.relative_to(SOURCE).parts[1], rest.split(".")[1:2]
-    return folder == "__init__.py" or target in ([], ["plan"], ["cache"], [folder])
+    if folder.endswith(".py") or target in ([], [folder]) or target[0] in HANDS_OVER.get(folder, ()):
+        return True
+    return (SOURCE / "backends" / f"{target[0]}.py").exists()
 
 
 def broken_rules(path: Path, text: str) -> list[str]:
@@ -138,6 +143,8 @@ PLANTED = {
         "from ...reference import plain": "backends may not import tilewise.reference",
         "from ..triton.steps import absorb": "backends may not import tilewise.backends.triton.steps",
     },
+    "backends/triton/call.py": {"from ..hopper.steps import hide": "backends may not import tilewise.backends.hopper.steps"},
+    "backends/hopper/steps.py": {"from ..torch.tile import why_not": "backends may not import tilewise.backends.torch.tile"},
     "ops.py": {
         "from .backends import make_plan": "ops may not import tilewise.backends",
         "from .api import attention": "ops may not import tilewise.api",

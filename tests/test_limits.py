@@ -21,7 +21,7 @@ def too_large(name: str, text: str) -> list[str]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or 0) - node.lineno + 1
-        on_device = any(ast.unparse(d) in ("kernel", "triton.jit") for d in node.decorator_list)
+        on_device = any(ast.unparse(d) in ("kernel", "triton.jit", "gluon.jit") for d in node.decorator_list)
         if length > (KERNEL_LINES if on_device else FUNCTION_LINES):
             problems.append(f"{name}: {node.name} has {length} lines")
         a = node.args

@@ -19,7 +19,8 @@ from tilewise.problem import Inputs, Options, Problem
 from tilewise.request import Request
 
 pytest.importorskip("triton")
-from tilewise.backends.triton import configure, tape
+from tilewise.backends import tape
+from tilewise.backends.triton import configure
 from tilewise.backends.triton.call import Call, bias_kind, precision
 from tilewise.backends.triton.variant import slabs
 

@@ -11,7 +11,7 @@ from .._errors import OptionError, Unsupported
 from ..problem import Inputs, Partial, Problem
 from .plan import Config, Plan
 
-ORDER = ("triton", "cpu", "torch")
+ORDER = ("hopper", "triton", "cpu", "torch")
 """Every backend, fastest first: the first that does not refuse runs."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...problem import Inputs, Partial, Problem
+from ..made import on_device
 from .refusals import installed, interpreting
 from .refusals import why_not as why_not
 
@@ -24,7 +24,7 @@ def forward(problem: Problem, x: Inputs[Tensor], config) -> Partial:
     """o and lse; see `forward_pass`."""
     from .forward_pass import forward
 
-    with _on(x.q):
+    with on_device(x.q):
         return forward(problem, x, config)
 
 
@@ -34,7 +34,7 @@ def backward(
     """The gradients named in `needs`; see `backward_pass`."""
     from .backward_pass import backward
 
-    with _on(x.q):
+    with on_device(x.q):
         return backward(problem, x, saved, grads, config, needs)
 
 
@@ -42,7 +42,7 @@ def warm(problem: Problem, x: Inputs[Tensor], config, needs: Sequence[str]) -> l
     """Every kernel that `forward` needs, and `backward` for the gradients named in `needs`; see `ready`."""
     from .ready import warm
 
-    with _on(x.q):
+    with on_device(x.q):
         return warm(problem, x, config, needs)
 
 
@@ -52,23 +52,6 @@ def absorb(into: Partial, part: Partial) -> bool:
         return False
     from .merging import absorb
 
-    with _on(into.o):
+    with on_device(into.o):
         absorb(into, part)
     return True
-
-
-class _on:
-    """Makes the device of a tensor the current one where it is not: Triton launches there. Cheaper than torch's own guard where
-    there is nothing to do."""
-
-    def __init__(self, x: Tensor) -> None:
-        away = x.is_cuda and x.device.index != torch.cuda.current_device()
-        self.guard = torch.cuda.device(x.device) if away else None
-
-    def __enter__(self) -> None:
-        if self.guard is not None:
-            self.guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.guard is not None:
-            self.guard.__exit__(*error)

@@ -16,11 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import NAMES, Inputs, Partial, Problem
+from ..made import made_of
+from ..reads import blocks, readable
+from ..tape import Tape, repeat
 from .call import Call
 from .config import Config
 from .dbias import bias_gradient
-from .forward_pass import made_of
-from .launch import blocks, launch, readable, rows
+from .launch import launch, rows
+from .sizes import Launch
 from .steps import (
     block_of_rows,
     broken,
@@ -38,7 +41,6 @@ from .steps import (
     weigh,
     zeros,
 )
-from .tape import Tape, repeat
 from .walk import count_of, interval, lists_at, tile_of, visits_of_cols, widened
 
 ROWS = 128
@@ -54,11 +56,7 @@ def backward(
     """
     p = problem
     if p.b == 0 or p.n == 0 or p.s == 0:
-        nothing = {name: _nothing(p, x, name) for name in needs}
-        if "sink" in needs and x.sink is not None and grads.lse is not None:
-            total = grads.lse.sum((0, 2)).to(x.sink.dtype)  # lse is the sink itself
-            nothing["sink"] = total.masked_fill(x.sink == -torch.inf, 0)
-        return replace(x, **nothing)
+        return nothing(p, x, grads, needs)
     lse, dlse = saved.lse.contiguous(), None if grads.lse is None else grads.lse.contiguous()
     given = dict(zip(NAMES[:5], (x.q, x.k, x.v, x.bias, x.alibi), strict=True))
     given |= {"o": saved.o, "do": grads.o, "lse": lse, "dlse": dlse}
@@ -79,9 +77,23 @@ def backward(
     if "bias" in needs:
         grad["bias"] = bias_gradient(Call.of(p, x, config), readable(grads.o), stats)
     if "sink" in needs and x.sink is not None:
-        parts = torch.exp(x.sink.to(stats.dtype)[:, None] - lse) * stats[1, ..., : p.n]
-        grad["sink"] = -torch.where(lse == -torch.inf, 0, parts).sum((0, 2)).to(x.sink.dtype)
+        grad["sink"] = sink_gradient(x.sink, lse, stats)
     return Inputs(*[grad[name] if name in needs else getattr(x, name) for name in NAMES])  # type: ignore[arg-type]
+
+
+def nothing(problem: Problem, x: Inputs[Tensor], grads: Partial, needs: Sequence[str]) -> Inputs[Tensor]:
+    """The gradients where there is no pair at all: some axis has no entry."""
+    found = {name: _nothing(problem, x, name) for name in needs}
+    if "sink" in needs and x.sink is not None and grads.lse is not None:
+        total = grads.lse.sum((0, 2)).to(x.sink.dtype)  # lse is the sink itself
+        found["sink"] = total.masked_fill(x.sink == -torch.inf, 0)
+    return replace(x, **found)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, stats: Tensor) -> Tensor:
+    """The gradient "h" of sinks: less what their probability takes from each row; `stats` as of `prepare`."""
+    parts = torch.exp(sink.to(stats.dtype)[:, None] - lse) * stats[1, ..., : lse.shape[2]]
+    return -torch.where(lse == -torch.inf, 0, parts).sum((0, 2)).to(sink.dtype)
 
 
 def prepare(call: Call, o: Tensor, do: Tensor, lses: tuple[Tensor, Tensor | None], tape: Tape) -> Tensor:
@@ -102,12 +114,22 @@ def dq(call: Call, do: Tensor, stats: Tensor, slopes: bool, tape: Tape) -> Tenso
     out = tape.room("dq", (p.b, p.n, p.h, p.d), made_of(p, x.q), do)
     dslope = tape.room("dslope", (p.b, p.h, p.n), stats.dtype, do) if slopes else None
     notes = tape.room("rows' notes", (p.b * p.h * blocks(p.n, main.block_m),), torch.int8, do) if hides else None
-    for sizes, grid in call.passes(main, p.b * p.h, p.n, "M", again=hides):
-        slabs, (by_rows, _) = call.slabs(do, sizes), call.lists(sizes)
-        tape.hold(*call.kept(by_rows))
-        args = (*slabs, stats, stats.shape[3], out, dslope, notes, *call.options(sizes), *call.tail(by_rows), p.b)
-        launch(dq_kernel, grid, args, (call.variant(sizes, hides),), sizes, (*call.kinds, slopes), tape)
+    for one in call.passes(main, p.b * p.h, p.n, "M", again=hides):
+        run_dq(call, one, do, stats, (out, dslope, notes), tape)
     return out
+
+
+def run_dq(
+    call: Call, one: tuple[Launch, int], do: Tensor, stats: Tensor, out: tuple[Tensor, Tensor | None, Tensor | None], tape: Tape
+) -> None:  # fmt: skip
+    """One launch of dq's kernel, of sizes and grid: dq, each row's part of the slopes' gradient if there is room for it, and
+    notes."""
+    sizes, grid = one
+    slabs, (by_rows, _) = call.slabs(do, sizes), call.lists(sizes)
+    tape.hold(*call.kept(by_rows))
+    args = (*slabs, stats, stats.shape[3], *out, *call.options(sizes), *call.tail(by_rows), call.problem.b)
+    kinds = (*call.kinds, out[1] is not None)
+    launch(dq_kernel, grid, args, (call.variant(sizes, call.config.hides),), sizes, kinds, tape)
 
 
 def dk_dv(call: Call, do: Tensor, stats: Tensor, tape: Tape) -> tuple[Tensor, Tensor]:
@@ -116,12 +138,20 @@ def dk_dv(call: Call, do: Tensor, stats: Tensor, tape: Tape) -> tuple[Tensor, Te
     dk, dv = (tape.room(name, (p.b, p.s, p.g, size), made_of(p, x.q), do) for name, size in (("dk", p.d), ("dv", p.e)))
     notes = tape.room("keys' notes", (p.b * p.g * blocks(p.s, main.block_n),), torch.int8, do)
     again = call.config.hides or p.n % main.block_m > 0
-    for sizes, grid in call.passes(main, p.b * p.g, p.s, "N", again):
-        slabs, (_, by_cols) = call.slabs(do, sizes), call.lists(sizes)
-        tape.hold(*call.kept(by_cols))
-        args = (*slabs, stats, stats.shape[3], dk, dv, notes, *call.options(sizes), *call.tail(by_cols), p.b)
-        launch(dk_dv_kernel, grid, args, (call.variant(sizes, hides=True),), sizes, call.kinds, tape)
+    for one in call.passes(main, p.b * p.g, p.s, "N", again):
+        run_dk_dv(call, one, do, stats, (dk, dv, notes), tape)
     return dk, dv
+
+
+def run_dk_dv(
+    call: Call, one: tuple[Launch, int], do: Tensor, stats: Tensor, out: tuple[Tensor, Tensor, Tensor], tape: Tape
+) -> None:  # fmt: skip
+    """One launch of the kernel of dk and dv, of sizes and grid: dk, dv and notes."""
+    sizes, grid = one
+    slabs, (_, by_cols) = call.slabs(do, sizes), call.lists(sizes)
+    tape.hold(*call.kept(by_cols))
+    args = (*slabs, stats, stats.shape[3], *out, *call.options(sizes), *call.tail(by_cols), call.problem.b)
+    launch(dk_dv_kernel, grid, args, (call.variant(sizes, hides=True),), sizes, call.kinds, tape)
 
 
 def _nothing(problem: Problem, x: Inputs[Tensor], name: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,12 +12,15 @@ from torch import Tensor
 
 from ...positions import Dense
 from ...problem import Inputs, Problem
+from ..reads import blocks, legal, readable
+from ..remember import remember
+from ..sight import FAR, Sight, look
 from .config import Config
-from .launch import blocks, legal, readable, rows, tiles
+from .launch import rows, tiles
 from .refusals import interpreting
 from .sizes import Launch
 from .variant import Variant, slabs, variant
-from .visits import FAR, Lists, Sight, lists, look
+from .visits import Lists, lists
 
 LOG2_E = 1.4426950408889634
 
@@ -50,9 +52,12 @@ class Call:
         """Sizes and grid of a kernel whose programs own blocks of `length` rows of each head ("M": query rows, "N": keys).
         If `again`, it runs a second time, CAREFUL, for those blocks into which what hidden pairs hold has leaked."""
         block = sizes.block_m if own == "M" else sizes.block_n
-        grid = heads * blocks(length, block)
-        small = replace(self.config.careful, noted=block)
-        return [(sizes, grid), (small, min(grid, PROGRAMS))] if again else [(sizes, grid)]
+        main = sizes, heads * blocks(length, block)
+        return [main, self.careful(heads * blocks(length, block), block)] if again else [main]
+
+    def careful(self, count: int, block: int) -> tuple[Launch, int]:
+        """Sizes and grid of a CAREFUL kernel that looks through the notes of `count` blocks of so many rows or keys."""
+        return replace(self.config.careful, noted=block), min(count, PROGRAMS)
 
     def slabs(self, do: Tensor, sizes: Launch) -> tuple[Any, ...]:
         """Descriptors of q, k, v and do."""
@@ -167,21 +172,6 @@ def bias_kind(problem: Problem, bias: Tensor | None) -> str | None:
 def _four_axes(bias: Tensor) -> Tensor:
     """A bias with all its axes, "b h n s", of which those that it is broadcast along have one entry."""
     return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-
-
-def remember(known: dict[Any, Any], what: Hashable, like: Tensor, make: Callable[[], Any]) -> Any:
-    """What `make` finds out about a plan, once for each stream, since nothing waits for what another stream computes. A graph
-    that is being captured finds out for itself, so that a replay looks again."""
-    if not like.is_cuda:
-        key = what
-    elif torch.cuda.is_current_stream_capturing():
-        return make()
-    else:
-        key = (what, torch._C._cuda_getCurrentRawStream(like.device.index))
-    found = known.get(key)
-    if found is None:
-        found = known[key] = make()
-    return found
 
 
 def precision(dtype: str) -> str:

@@ -11,10 +11,11 @@ import torch
 
 from ...problem import Problem
 from ...tiles import TileShape
+from ..sight import kind_of
 from .fit import all_fitted
 from .sizes import CAREFUL, SIZES, TABLE, Launch, Machine
 from .store import preferred
-from .variant import kind_of, padded
+from .variant import padded
 
 
 @dataclass(frozen=True)

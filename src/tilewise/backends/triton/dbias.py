@@ -11,8 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..reads import blocks
 from .call import Call
-from .launch import blocks, launch
+from .launch import launch
 from .steps import kernel, load, load_stats, options_at, product, recompute
 from .walk import interval
 

@@ -12,9 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Inputs, Partial, Problem
+from ..made import made_of, unseen, wide
+from ..reads import blocks
+from ..tape import Tape, repeat
 from .call import Call
 from .config import Config
-from .launch import blocks, launch, rows
+from .launch import launch, rows
 from .steps import (
     absorb,
     absorb_sink,
@@ -34,7 +37,6 @@ from .steps import (
     weigh,
     zeros,
 )
-from .tape import Tape, repeat
 from .walk import count_of, hide, tile_of, widened
 
 
@@ -42,8 +44,7 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """Exact attention: one kernel, and where pairs are hidden one that looks for blocks that hidden NaN has reached."""
     p = problem
     if 0 in (p.b, p.n, p.s, p.h):
-        o, lse = x.q.new_zeros(p.b, p.n, p.h, p.e, dtype=made_of(p, x.q)), x.q.new_empty(p.b, p.h, p.n, dtype=wide(x.q))
-        return Partial(o, lse.copy_(-torch.inf if x.sink is None else x.sink[:, None]))
+        return unseen(p, x)
     sink = None if x.sink is None else x.sink.contiguous()
     given = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "alibi": x.alibi, "sink": sink}
     made = repeat(config.known, "forward", given, lambda tape: _forward(Call.of(p, x, config), sink, tape))
@@ -61,16 +62,6 @@ def _forward(call: Call, sink: Tensor | None, tape: Tape) -> None:
         tape.hold(*call.kept(by_rows))
         args = (*q, *k, *v, o, lse, notes, sink, *call.options(sizes), *call.tail(by_rows), p.b)
         launch(forward_kernel, grid, args, (call.variant(sizes, hides),), sizes, call.kinds, tape)
-
-
-def wide(q: Tensor) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def made_of(problem: Problem, q: Tensor) -> torch.dtype:
-    """The dtype of o and of the gradients of q, k and v."""
-    return wide(q) if problem.wide else q.dtype
 
 
 @triton.jit

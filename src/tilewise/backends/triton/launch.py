@@ -10,41 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from ..tape import Rows, Tape, start
 from .refusals import interpreting
 from .sizes import Launch
-from .tape import Rows, Tape, unwatched
 from .variant import slabs
-
-_compiled: dict[Any, Any] = {}
-"""Compiled kernels by everything that another compilation would depend on."""
-
-_runtime = triton.knobs.runtime
-
-
-def blocks(length: int, size: int) -> int:
-    """How many blocks of a size cover a length."""
-    return -(-length // size)
-
-
-def legal(x: Tensor) -> bool:
-    """Whether the copy engine can read `x`, of four axes: it wants the last one side by side and everything else in steps of 16
-    bytes."""
-    step = 16 // x.element_size()
-    sizes, strides = x.shape, x.stride()
-    whole = all([n == 1 or (m > 0 and m % step == 0) for n, m in zip(sizes[:3], strides[:3], strict=True)])  # noqa: C419
-    return whole and x.data_ptr() % 16 == 0 and (strides[3] == 1 or sizes[3] == 1)
-
-
-def readable(x: Tensor) -> Tensor:
-    """`x` "b rows heads columns" such that the copy engine can read it; a copy where it is not so."""
-    if legal(x):
-        return x
-    step = 16 // x.element_size()
-    room = x.new_empty(*x.shape[:3], blocks(x.shape[3], step) * step)
-    return room[..., : x.shape[3]].copy_(x)
 
 
 def rows(x: Tensor, count: int) -> list[Rows | None]:
@@ -74,15 +45,5 @@ def launch(
         return
     device = None if interpreting() else torch.cuda.current_device()
     key = (kernel.fn, device, sizes.warps, sizes.stages, *constants, *kinds)
-    found = None if device is None else _compiled.get(key)
-    if tape is not None:
-        tape.add(found, grid, (*args, *constants))
-    if found is None:
-        options = {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True}
-        _compiled[key] = kernel[(grid,)](*args, *constants, **options)
-        return
-    stream, data, enter, leave = torch._C._cuda_getCurrentRawStream(device), None, None, None
-    if not unwatched():
-        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-        data = found.launch_metadata((grid, 1, 1), stream, *args, *constants)
-    found.run(grid, 1, 1, stream, found.function, found.packed_metadata, data, enter, leave, *args, *constants)
+    options = {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True}
+    start(kernel, grid, (*args, *constants), options, key, device, tape)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Partial
-from .launch import blocks, launch
+from ..reads import blocks
+from .launch import launch
 from .sizes import Launch
 
 ELEMENTS = 4096

@@ -15,13 +15,12 @@ from ...mask import Causal, Full, Lengths, Mask, Where
 from ...positions import Dense, Positions
 from ...problem import Inputs, Options, Partial, Problem
 from ...ragged import Ragged
+from ..sight import banded, kind_of
 from .backward_pass import backward
 from .call import bias_kind
 from .config import Config
 from .forward_pass import forward
 from .offline import recorded
-from .variant import kind_of
-from .visits import banded
 
 FEW = 2
 """Length of every axis that has more than one: an axis of one is something else, for the gradient of a bias."""

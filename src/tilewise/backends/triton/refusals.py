@@ -7,12 +7,10 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 from ...problem import Problem
+from ..sight import LONGEST
 
 WIDEST = 512
 """Columns of q, k or v that fit on chip."""
-
-LONGEST = 2**29
-"""Rows that can be counted in 32 bits, sums of two and of a block included."""
 
 WIDEST_DOUBLE = 128
 """The same for float64 on a GPU: Triton 3.6 made wrong gradients of k and v of wider heads, on a H200."""

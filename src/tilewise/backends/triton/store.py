@@ -20,9 +20,10 @@ import triton
 
 from ...problem import Problem
 from ..cache import folder
+from ..sight import kind_of
 from .fit import LEAST, PASSES
 from .sizes import Launch
-from .variant import kind_of, padded
+from .variant import padded
 
 FORMAT = 1
 """Of the file; one of another format is not read."""

@@ -22,17 +22,18 @@ from ..._errors import OptionError
 from ...dropout import Dropout
 from ...mask import Mask, Where, parse
 from ...problem import DTYPES, Inputs, Options, Problem
+from ..made import wide
+from ..reads import readable
+from ..tape import Tape
 from . import config as sizes
 from .backward_pass import dk_dv, dq, prepare
 from .call import Call
 from .config import Config, Launch, Machine
 from .dbias import bias_gradient
 from .fit import PASSES, shared_bytes
-from .forward_pass import forward, wide
-from .launch import readable
+from .forward_pass import forward
 from .offline import Job, pretend, recorded
 from .store import Found, Key, key_of
-from .tape import Tape
 
 Timer = Callable[[dict[str, Callable[[], None]], float], dict[str, list[float]]]
 """Seconds of single calls of contenders that take turns for about so many seconds: `bench.timing.burst` on a clock."""

@@ -8,9 +8,6 @@ from typing import Any
 
 import triton.language as tl
 
-from ...positions import Dense
-from ...problem import Problem
-
 LEAST = 16
 """Columns that a matrix product has at least."""
 
@@ -70,12 +67,6 @@ class Variant:
 def variant(*facts: Any) -> Variant:
     """The variant with these fields, in order."""
     return Variant(*facts)
-
-
-def kind_of(problem: Problem) -> str:
-    """The mask as kernels see it; packed sequences are intervals."""
-    kind = problem.mask.kind
-    return kind if kind != "NONE" or isinstance(problem.layout, Dense) else "INTERVAL"
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -14,11 +14,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _runtime = triton.knobs.runtime  # pyright: ignore[reportAttributeAccessIssue]
 
+_compiled: dict[Any, Any] = {}
+"""Compiled kernels by everything that another compilation would depend on."""
+
 Named = dict[str, Tensor | None]
 """Tensors by what a pass calls them."""
 
 MAPS = 64
 """Addresses whose tensor maps one argument keeps: an allocator returns to few."""
+
+
+class Movable(Protocol):
+    """A description of how a tensor is read in tiles, which holds for another tensor that is laid out in the same way."""
+
+    base: Any
+
+    def moved(self, base: Tensor | None) -> Movable:
+        """The same tiles of another tensor."""
+        ...
 
 
 class Rows(TensorDescriptor):
@@ -80,7 +93,7 @@ class Bare(NamedTuple):
 class Maps(dict[int, Any]):
     """The first argument that a descriptor becomes, by the address of its tensor."""
 
-    def __init__(self, rows: Rows, make: Callable[[Rows], list[Any]]) -> None:
+    def __init__(self, rows: Movable, make: Callable[[Movable], list[Any]]) -> None:
         self.rows, self.make = rows, make
 
     def add(self, address: int, base: Tensor | None) -> Any:
@@ -118,7 +131,7 @@ def bared(found: Any, grid: int, args: list[Any], holes: list[Hole]) -> Bare | N
     return Bare(cells["launcher"], (grid, 1, 1), tail, flat, moved)
 
 
-def _expanded(meta: Any, rows: Rows) -> list[Any]:
+def _expanded(meta: Any, rows: Movable) -> list[Any]:
     """What a descriptor becomes: its tensor map, or without a copy engine its tensor, and its axes."""
     from triton.backends.nvidia import driver  # that of the Triton whose wrapper `bared` knows
 
@@ -151,13 +164,13 @@ class Tape:
 
     def add(self, found: Any, grid: int, args: tuple[Any, ...]) -> None:
         """Remember one launch of a compiled kernel; None: it is being compiled."""
-        bases = [arg.base if isinstance(arg, Rows) else arg for arg in args]
+        bases = [arg.base if hasattr(arg, "moved") else arg for arg in args]
         tensors = {id(x) for x in bases if isinstance(x, Tensor)}
         if found is None or not tensors <= self.names.keys() | self.held.keys():
             self.whole = False
             return
         holes = [
-            Hole(at, self.names[id(base)], arg if isinstance(arg, Rows) else None)
+            Hole(at, self.names[id(base)], arg if hasattr(arg, "moved") else None)
             for at, (arg, base) in enumerate(zip(args, bases, strict=True))
             if id(base) in self.names and isinstance(base, Tensor)
         ]
@@ -207,3 +220,22 @@ def unwatched() -> bool:
     """Whether nobody, a profiler say, has hooked into Triton's launches."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return not ((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
+
+
+def start(
+    kernel: Any, grid: int, args: tuple[Any, ...], options: Mapping[str, Any], key: Any, device: int | None,
+    tape: Tape | None = None,
+) -> None:  # fmt: skip
+    """Run `grid` programs of a kernel, compiled once for every `key`, and remember it on a tape; on no device: as Triton itself
+    would, whatever stands in for one."""
+    found = None if device is None else _compiled.get(key)
+    if tape is not None:
+        tape.add(found, grid, args)
+    if found is None or device is None:
+        _compiled[key] = kernel[(grid,)](*args, **options)
+        return
+    stream, data, enter, leave = torch._C._cuda_getCurrentRawStream(device), None, None, None
+    if not unwatched():
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        data = found.launch_metadata((grid, 1, 1), stream, *args)
+    found.run(grid, 1, 1, stream, found.function, found.packed_metadata, data, enter, leave, *args)
