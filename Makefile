@@ -35,11 +35,13 @@ check: setup
 bench: setup
 	$(BIN)/tilewise bench --device cpu
 
-# the kernels compile, with no GPU, on the oldest Triton too (the newest is in `make test`)
+# the kernels compile, with no GPU, on the oldest Triton too, and on the oldest whose Gluon is known (the newest is in `make test`)
 OLDEST_TRITON := 3.5.1
+OLDEST_GLUON := 3.6.0
 kernels: setup
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	for version in $(OLDEST_TRITON) $(OLDEST_GLUON); do $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-$$version triton==$$version || exit 1; done
 	TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_TRITON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_triton_compile.py
+	TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_GLUON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_hopper_compile.py
 
 # the explainer page in a real browser
 APT := env DEBIAN_FRONTEND=noninteractive apt-get

@@ -41,6 +41,11 @@ def test_sizes(sizes, mask):
     testing.assert_right(draw(*sizes), Options(mask), "cpu")
 
 
+def test_many_keys_cost_no_accuracy():
+    """Each block of keys is summed by itself; one running sum over all of them would round twice as much as is allowed."""
+    testing.assert_right(draw(1, 48, 8192, 1, 1, 64, 64), Options(), "cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_converted_on_load(dtype):
     """The same numbers as float32 give the same result, rounded once; and `wide` does not round at all."""
@@ -71,7 +76,10 @@ def test_any_strides_give_the_same_bits():
         assert torch.equal(shared, tw.attention(q, x.k[:1, :, :1].repeat(2, 1, 2, 1), x.v, backend="cpu"))
 
 
-@pytest.mark.parametrize("mask", [tw.Causal(), tw.Window(5, 0), tw.Where(lambda b, h, i, j: j <= i)], ids=repr)
+HIDING = [tw.Causal(), tw.Window(5, 0), tw.Where(lambda b, h, i, j: j <= i)]
+
+
+@pytest.mark.parametrize("mask", HIDING, ids=["causal", "window", "where"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_what_a_hidden_key_holds_is_not_read(mask, poison):
     x = draw(1, 150, 150, 2, 1, 19, 23)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...positions import Dense
 from ...problem import NAMES, Inputs, Partial, Problem
 from ...tiles import TileShape
+from ..made import made_of
 from . import threads
 from .arithmetic import LOG2_E
 from .backward_kernel import BLOCK, MATRICES, PANEL, REACH, SUMS_BYTES
@@ -104,7 +105,7 @@ def backward(
     p = problem
     with torch.no_grad():
         shape = remember(config.known, "backward", lambda: sizes(p, config.target))
-        tensors = given(x, saved, grads)
+        tensors = given(p, x, saved, grads)
         add_results(tensors, p, x, needs, shape)
         if p.b and p.n:
             available = threads.available()
@@ -115,12 +116,11 @@ def backward(
         return Inputs(*[found.get(name, getattr(x, name)) for name in NAMES])
 
 
-def given(x: Inputs[Tensor], saved: Partial, grads: Partial) -> Tensors:
-    """What the kernel reads."""
-    made = {
-        "q": rowwise(x.q), "k": rowwise(x.k), "v": rowwise(x.v), "o": rowwise(saved.o),
-        "do": rowwise(grads.o.to(saved.o.dtype)), "lse": saved.lse, "dlse": NOTHING if grads.lse is None else grads.lse,
-    }  # fmt: skip
+def given(problem: Problem, x: Inputs[Tensor], saved: Partial, grads: Partial) -> Tensors:
+    """What the kernel reads, in the dtypes that it is compiled for."""
+    o, do = (rowwise(t.to(made_of(problem, x.q))) for t in (saved.o, grads.o))
+    lse, dlse = saved.lse.to(torch.float32), NOTHING if grads.lse is None else grads.lse.to(torch.float32)
+    made = {"q": rowwise(x.q), "k": rowwise(x.k), "v": rowwise(x.v), "o": o, "do": do, "lse": lse, "dlse": dlse}
     if x.bias is not None:
         made["bias"] = float32("bias", x.bias)
     if x.alibi is not None:

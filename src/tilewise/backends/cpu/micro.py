@@ -7,15 +7,15 @@ queries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from llvmlite import ir
 
-from .vector import ADDRESS, INDEX, Code, Module, Value
+from .vector import ADDRESS, INDEX, Module, Value
 
 Begin = Literal["zero", "add", "rescale"]
-"""What a product starts from: nothing, what its place holds, or that times a vector."""
+"""What a product is added to: nothing, what its place holds, or that times a vector. It is added when it is done: so each block
+of terms is summed by itself, and rounding grows with the length of a block and the number of blocks, not with their product."""
 
 UNROLL = 4
 """Steps of a product's loop that are written out."""
@@ -35,9 +35,7 @@ def product(module: Module, rows: int, vectors: int, begin: Begin, unroll: int =
     with module.function(name, takes) as code:
         a, a_row, a_step, b, b_step, depth, c, c_row, alpha = code.arguments
         places = [[c + c_row * r + v * code.vector_bytes for v in range(vectors)] for r in range(rows)]
-        factors = [code.load(alpha + v * code.vector_bytes) for v in range(vectors)] if begin == "rescale" else []
-        sums = [[code.variable(_start(code, places[r][v], factors[v:])) if begin != "zero" else code.variable(code.vector(0.0))
-                 for v in range(vectors)] for r in range(rows)]  # fmt: skip
+        sums = [[code.variable(code.vector(0.0)) for _ in range(vectors)] for _ in range(rows)]
 
         def step(k: Value) -> None:
             row = b + b_step * k
@@ -53,12 +51,13 @@ def product(module: Module, rows: int, vectors: int, begin: Begin, unroll: int =
                 step(k + u)
         with code.loop(whole, depth) as k:
             step(k)
+        factors = [code.load(alpha + v * code.vector_bytes) for v in range(vectors)] if begin == "rescale" else []
         for r in range(rows):
-            for v in range(vectors):
-                code.store(places[r][v], sums[r][v].get())
+            for v, (place, total) in enumerate(zip(places[r], sums[r], strict=True)):
+                made = total.get()
+                if begin == "add":
+                    made = code.load(place) + made
+                if begin == "rescale":
+                    made = code.fma(code.load(place), factors[v], made)
+                code.store(place, made)
     return module.find(name)  # type: ignore[return-value]
-
-
-def _start(code: Code, place: Value, factors: Sequence[Value]) -> Value:
-    """What a place holds, times the first factor if there is one."""
-    return code.load(place) * factors[0] if factors else code.load(place)

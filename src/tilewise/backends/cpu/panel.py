@@ -71,7 +71,7 @@ def weigh(module: Module, vectors: int, marked: bool) -> ir.Function:
             shrunk = exp2(code, before[v] - pivots[v])
             code.store(alpha + at, shrunk)
             code.store(m + at, most)
-            sums.append(code.variable(code.load(l + at) * shrunk))
+            sums.append(code.variable(code.vector(0.0)))
         with rows(code, s, keys, vectors) as (_, places):
             for v, place in enumerate(places):
                 score = code.load(place)
@@ -81,7 +81,8 @@ def weigh(module: Module, vectors: int, marked: bool) -> ir.Function:
                     weight = code.select(score.equals(-math.inf), code.vector(-0.0), weight)
                 code.store(place, weight)
         for v in range(vectors):
-            code.store(l + v * code.vector_bytes, sums[v].get())
+            at = v * code.vector_bytes
+            code.store(l + at, code.fma(code.load(l + at), code.load(alpha + at), sums[v].get()))
     return module.find(name)  # type: ignore[return-value]
 
 
