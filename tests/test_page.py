@@ -278,7 +278,7 @@ def test_what_was_measured_stands_beside_the_paper(tmp_path):
         for who, passes, ms, size in (("standard", "mask-add,dropout", 8.5, 20.5e9), ("tilewise", "", 1.25, None))
         for way in ("forward", "backward")
     ]
-    (tmp_path / "a.json").write_text(json.dumps({"machine": {"gpus": ["H200"]}, "rows": rows}))
+    (tmp_path / "a.json").write_text(json.dumps({"machine": {"gpus": ["H200"]}, "date": "2026-11-30", "rows": rows}))
     result = tilewise("page", "--measured", tmp_path / "a.json", "-o", tmp_path / "a.html")
     assert result.exit_code == 0, result.output
     html = (tmp_path / "a.html").read_text()
