@@ -4,19 +4,17 @@ whatever is wrong with the folder, nothing is kept."""
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from threading import Lock
 
 import llvmlite
 import llvmlite.binding as llvm
 
-from ..cache import folder
+from ..cache import folder, put
 from .machinecode import Library, compile
 from .target import Target
 from .vector import Module
@@ -85,17 +83,7 @@ def read(name: str, target: Target) -> bytes | None:
 def keep(name: str, target: Target, code: bytes) -> bool:
     """Write an object file, whose readers see all of it or nothing; whether that was possible."""
     try:
-        where = path(name, target)
-        where.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=where.parent, prefix=".object", delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.close()
-                os.replace(file.name, where)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        put(path(name, target), hashlib.sha256(code).digest() + code)
     except (OSError, RuntimeError):
         return False
     return True

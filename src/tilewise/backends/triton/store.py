@@ -8,18 +8,16 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ...problem import Problem
-from ..cache import folder
+from ..cache import folder, put
 from ..sight import kind_of
 from .fit import LEAST, PASSES
 from .sizes import Launch
@@ -121,17 +119,8 @@ def add(found: Mapping[Key, Found]) -> Path:
         warnings.simplefilter("ignore")  # what cannot be read is written anew
         every = {**entries(), **found}
     where = path()
-    where.parent.mkdir(parents=True, exist_ok=True)
     told = {"format": FORMAT, "entries": [{"key": key._asdict(), "found": asdict(one)} for key, one in sorted(every.items())]}
-    with NamedTemporaryFile("w", dir=where.parent, prefix=".sizes", delete=False) as file:
-        try:
-            json.dump(told, file, indent=1)
-            file.close()
-            os.replace(file.name, where)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
+    put(where, json.dumps(told, indent=1).encode())
     _entries.cache_clear()
     return where
 
