@@ -10,6 +10,14 @@ if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+LONG = ("test_triton_compile.py", "test_hopper_compile.py", "test_ring_gloo.py")
+"""Files whose tests take minutes: first, so that no process is left with one of them in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that is off by a thousandth."""

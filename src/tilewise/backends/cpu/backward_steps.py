@@ -78,12 +78,14 @@ def multiply_seen(module: Module) -> ir.Function:
         return found
     with module.function(name, (ADDRESS, INDEX, INDEX, ADDRESS, INDEX, ADDRESS, INDEX, INDEX, INDEX, INDEX)) as code:
         a, a_row, a_step, b, b_row, c, c_row, rows, depth, vectors = code.arguments
-        with code.loop(rows) as r, code.loop(depth) as k:
-            number = code.get(a + a_row * r + a_step * k)
-            with code.when(number.bits(I32).differs(HIDDEN)), code.loop(vectors) as v:
-                at = v * code.vector_bytes
-                target = c + c_row * r + at
-                code.store(target, code.fma(code.vector(number), code.load(b + b_row * k + at), code.load(target)))
+        with code.loop(rows) as r, code.loop(vectors) as v:
+            at = v * code.vector_bytes
+            target, total = c + c_row * r + at, code.variable(code.vector(0.0))
+            with code.loop(depth) as k:
+                number = code.get(a + a_row * r + a_step * k)
+                with code.when(number.bits(I32).differs(HIDDEN)):
+                    total.set(code.fma(code.vector(number), code.load(b + b_row * k + at), total.get()))
+            code.store(target, code.load(target) + total.get())
     return module.find(name)  # type: ignore[return-value]
 
 

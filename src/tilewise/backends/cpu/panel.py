@@ -96,14 +96,14 @@ def careful_product(module: Module, vectors: int) -> ir.Function:
         return found
     with module.function(name, (ADDRESS, INDEX, ADDRESS, INDEX, ADDRESS, ADDRESS)) as code:
         values, v_step, p, keys, o, alpha = code.arguments
-        before, factors = vectors_at(code, o, vectors), vectors_at(code, alpha, vectors)
-        sums = [code.variable(x * a) for x, a in zip(before, factors, strict=True)]
+        sums = [code.variable(code.vector(0.0)) for _ in range(vectors)]
         with rows(code, p, keys, vectors) as (k, places):
             number = code.broadcast(values + v_step * k)
             for total, place in zip(sums, places, strict=True):
                 weight = code.load(place)
                 hidden = weight.bits(I32) < 0
                 total.set(code.select(hidden, total.get(), code.fma(number, weight, total.get())))
-        for v, total in enumerate(sums):
-            code.store(o + v * code.vector_bytes, total.get())
+        before, factors = vectors_at(code, o, vectors), vectors_at(code, alpha, vectors)
+        for v, (total, x, factor) in enumerate(zip(sums, before, factors, strict=True)):
+            code.store(o + v * code.vector_bytes, code.fma(x, factor, total.get()))
     return module.find(name)  # type: ignore[return-value]
