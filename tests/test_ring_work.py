@@ -32,8 +32,7 @@ def test_every_rank_is_given_its_own_rows():
     problem = ring_work.Problem.describe(ring_work.Inputs(*x[:3]), ring_work.Options(ring_work.Causal()))
     sides = ring_work.sides_named("zigzag", problem, 3)
     plan = ring_work.make_plan(problem, *sides, ring_work.method_named("ring"))
-    saved = ring_work.attend(plan, ring_work.Kernel(problem), (x[0], x[1], x[2]))
-    given = ring_work.given_of(plan, x, saved)
+    given = ring_work.forward_shares(plan, (x[0], x[1], x[2]))
     assert [one["q"].shape[1] for one in given] == plan.q.counts
     rows = torch.cat([one["q"] for one in given], 1)[:, torch.from_numpy(plan.q.inverse)]
     assert torch.equal(rows, x[0])

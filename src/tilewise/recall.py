@@ -125,7 +125,7 @@ def recall(q: Tensor, k: Tensor, v: Tensor, words: Words) -> Known | None:
 def remember(x: Inputs[Tensor], request: Request, wire: Wire, plan: Plan) -> None:
     """Keep what a call has come to, if it is one of plain words."""
     o = request.options
-    if wire.arrays or request.extras or o.positions is not None or "where" in wire.text:
+    if wire.arrays or request.extras or o.positions is not None:
         return
     key = _key(x.q, x.k, x.v, Words(o.mask, o.scale, o.softcap, request.backend, o.deterministic))
     if key is not None:

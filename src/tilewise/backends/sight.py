@@ -76,11 +76,9 @@ def band(mask: Mask, starts: tuple[int, int]) -> tuple[int, int]:
 
 def tabulate(problem: Problem, like: Tensor) -> Tensor:
     """The point test of every pair, bool "b h n s" up to broadcasting: the caller's own table where it has this shape."""
-    p = problem
-    if isinstance(p.mask, Where) and not callable(p.mask.test) and isinstance(p.layout, Dense):
-        shape = (1,) * (4 - p.mask.test.ndim) + tuple(p.mask.test.shape)
-        if shape[2] in (1, p.n) and shape[3] in (1, p.s) and (p.mask.start, p.mask.column) == p.layout.starts:
-            return placed(p.mask.test, like).reshape(shape)
+    p, own = problem, own_table(problem, like)
+    if own is not None:
+        return own
     whole_b, whole_h = slice(0, p.b), slice(0, p.h)
     keys = p.layout.keys(whole_b, slice(0, p.s), like).position[:, None, None, :]
     parts = []
@@ -90,4 +88,14 @@ def tabulate(problem: Problem, like: Tensor) -> Tensor:
         i, b = q.position[:, None, :, None], q.sequence[:, None, :, None]
         part = p.mask.points(i, keys, b, whole_h)
         parts.append(part.expand(part.shape[0], part.shape[1], i.shape[2], p.s))
-    return torch.cat(parts, 2)
+    return torch.cat(parts, 2) if parts else like.new_zeros(1, 1, p.n, p.s, dtype=torch.bool)
+
+
+def own_table(problem: Problem, like: Tensor) -> Tensor | None:
+    """The caller's own table with all four axes, where it says of each pair of rows what the mask does."""
+    p = problem
+    if not isinstance(p.mask, Where) or callable(p.mask.test) or not isinstance(p.layout, Dense):
+        return None
+    shape = (1,) * (4 - len(p.mask.test.shape)) + tuple(p.mask.test.shape)
+    fits = shape[2] in (1, p.n) and shape[3] in (1, p.s) and (p.mask.start, p.mask.column) == p.layout.starts
+    return placed(p.mask.test, like).reshape(shape) if fits else None

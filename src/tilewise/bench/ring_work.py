@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import api
 from ..mask import Causal
 from ..problem import Inputs, Options, Partial, Problem
 from ..ring.choose import method_named, sides_named
-from ..ring.execute import backward_given, forward_given
 from ..ring.kernel import Kernel
-from ..ring.local import attend, results, shards
-from ..ring.program import Plan
+from ..ring.local import attend, backward_shares, forward_shares, results
 from ..ring.schedule import make_plan
 from ..ring.simulate import simulate
 from .report import now, provenance, write
@@ -38,8 +35,10 @@ def compare(shape: Shape, tokens: int, world: int, backward: bool, method: str, 
     sides, how = sides_named("zigzag", problem, world), method_named(method)
     plans = [make_plan(problem, *sides, how, backward=way) for way in ((False, True) if backward else (False,))]
     kernel = Kernel(problem)
-    saved = attend(plans[0], kernel, (x[0], x[1], x[2]))
-    given = [given_of(plan, x, saved) for plan in plans]
+    qkv = x[0], x[1], x[2]
+    saved = attend(plans[0], kernel, qkv)
+    grads = Partial(x[3], torch.zeros_like(saved.lse))
+    given = [backward_shares(plan, qkv, saved, grads) if plan.backward else forward_shares(plan, qkv) for plan in plans]
     q, k, v = (t.detach().requires_grad_(backward) for t in x[:3])
 
     def work() -> None:
@@ -63,17 +62,6 @@ def compare(shape: Shape, tokens: int, world: int, backward: bool, method: str, 
     )
     measured = {"work_over_whole": row["work_tflops"] / row["whole_tflops"]}
     return row | measured | {"simulated_over_whole": alone / busy, "simulated_work_seconds": busy}
-
-
-def given_of(plan: Plan, x: list[Tensor], saved: Partial) -> list[dict[str, Tensor]]:
-    """What each rank of a plan is given, of whole q, k, v and do."""
-    sides = (plan.q, plan.kv, plan.kv, plan.q)
-    q, k, v, do = (shards(owners, t) for owners, t in zip(sides, x, strict=True))
-    if not plan.backward:
-        return [forward_given(plan, r, q[r], k[r], v[r]) for r in range(plan.world)]
-    total = (x[3].float() * saved.o.float()).sum(-1).transpose(1, 2)
-    lse, total = (shards(plan.q, t, 2) for t in (saved.lse, total))
-    return [backward_given(plan, r, (q[r], k[r], v[r]), do[r], lse[r], total[r]) for r in range(plan.world)]
 
 
 def main(arguments: list[str]) -> None:

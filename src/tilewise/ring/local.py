@@ -183,9 +183,7 @@ def unshard(owners: Owners, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 def attend(plan: Plan, kernel: Kernel, qkv: tuple[Tensor, Tensor, Tensor], transport: LocalTransport | None = None) -> Partial:
     """o "b n h e" and lse "b h n" of whole tensors by a forward plan on virtual ranks. Raises `PeerLost` where a rank does."""
-    split = zip(*(shards(owners, x) for owners, x in zip((plan.q, plan.kv, plan.kv), qkv, strict=True)), strict=True)
-    given = [forward_given(plan, r, *part) for r, part in enumerate(split)]
-    found = [forward_results(x) for x in results(plan, kernel, given, transport)]
+    found = [forward_results(x) for x in results(plan, kernel, forward_shares(plan, qkv), transport)]
     return Partial(unshard(plan.q, [x.o for x in found]), unshard(plan.q, [x.lse for x in found], 2))
 
 
@@ -194,15 +192,28 @@ def gradients(
     transport: LocalTransport | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of Σ do∘o + Σ dlse∘lse with `grads` = (do, dlse), of whole tensors by a backward plan."""
+    found = [
+        backward_results(plan, x, qkv[0].dtype)
+        for x in results(plan, kernel, backward_shares(plan, qkv, saved, grads), transport)
+    ]
+    dq, dk, dv = zip(*found, strict=True)
+    return unshard(plan.q, dq), unshard(plan.kv, dk), unshard(plan.kv, dv)
+
+
+def forward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> list[dict[str, Tensor]]:
+    """What each rank of a forward plan is given of whole tensors."""
+    split = zip(*(shards(owners, x) for owners, x in zip((plan.q, plan.kv, plan.kv), qkv, strict=True)), strict=True)
+    return [forward_given(plan, r, *part) for r, part in enumerate(split)]
+
+
+def backward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], saved: Partial, grads: Partial) -> list[dict[str, Tensor]]:
+    """What each rank of a backward plan is given of whole tensors."""
     do, wide = grads.o, saved.lse.dtype
     total = (do.to(wide) * saved.o.to(wide)).sum(-1).transpose(1, 2) - grads.lse
     q, do = shards(plan.q, qkv[0]), shards(plan.q, do)
     k, v = (shards(plan.kv, x) for x in qkv[1:])
     lse, total = (shards(plan.q, x, 2) for x in (saved.lse, total))
-    given = [backward_given(plan, r, (q[r], k[r], v[r]), do[r], lse[r], total[r]) for r in range(plan.world)]
-    found = [backward_results(plan, x, qkv[0].dtype) for x in results(plan, kernel, given, transport)]
-    dq, dk, dv = zip(*found, strict=True)
-    return unshard(plan.q, dq), unshard(plan.kv, dk), unshard(plan.kv, dv)
+    return [backward_given(plan, r, (q[r], k[r], v[r]), do[r], lse[r], total[r]) for r in range(plan.world)]
 
 
 def results(

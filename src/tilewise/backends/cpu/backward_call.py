@@ -14,6 +14,7 @@ from ...positions import Dense
 from ...problem import NAMES, Inputs, Partial, Problem
 from ...tiles import TileShape
 from ..made import made_of
+from ..remember import remember
 from . import threads
 from .arithmetic import LOG2_E
 from .backward_kernel import BLOCK, MATRICES, PANEL, REACH, SUMS_BYTES
@@ -21,7 +22,7 @@ from .backward_steps import STRIP, odd_row
 from .config import Config
 from .forward_call import options, seeded
 from .kernels import kernel
-from .prepared import ALONE, LINE, Prepared, float32, remember, rowwise, steps
+from .prepared import ALONE, LINE, Prepared, float32, rowwise, steps
 from .sight import Sight, look
 from .target import Target, l2_bytes
 
@@ -104,13 +105,13 @@ def backward(
     """
     p = problem
     with torch.no_grad():
-        shape = remember(config.known, "backward", lambda: sizes(p, config.target))
+        shape = remember(config.known, "backward", x.q, lambda: sizes(p, config.target))
         tensors = given(p, x, saved, grads)
         add_results(tensors, p, x, needs, shape)
         if p.b and p.n:
             available = threads.available()
             key = ("backward", available, *needs, *[t.stride() for t in tensors.values()])
-            prepared = remember(config.known, key, lambda: prepare(p, tensors, config, needs, available))
+            prepared = remember(config.known, key, tensors["q"], lambda: prepare(p, tensors, config, needs, available))
             (prepared if p.dropout is None else seeded(prepared, p)).run(tensors)
         found = {name: FINISH[name](p, x, tensors) for name in needs}
         return Inputs(*[found.get(name, getattr(x, name)) for name in NAMES])
@@ -154,7 +155,7 @@ def four_axes(x: Tensor) -> tuple[int, ...]:
 def prepare(problem: Problem, tensors: Tensors, config: Config, needs: Sequence[str], available: int) -> Prepared:
     """Work out what tensors of this layout need."""
     p, target, shape = problem, config.target, config.known["backward"]
-    sight: Sight = remember(config.known, "sight", lambda: look(p))
+    sight: Sight = remember(config.known, "sight", tensors["q"], lambda: look(p))
     seen = reach(sight, p.s, shape)
     places, size = scratch(p, shape, target)
     dbias = tensors.get("dbias")
@@ -176,10 +177,9 @@ def prepare(problem: Problem, tensors: Tensors, config: Config, needs: Sequence[
         "first_ptr": sight.first.data_ptr(), "past_ptr": sight.past.data_ptr(), "row_b": 4 * p.n * apart,
         "reach_ptr": seen.data_ptr(), "reach_b": 8 * seen.stride(0) * apart,
     }  # fmt: skip
-    held = tuple(t for t in (seen, sight.first, sight.past, sight.table, sight.i, sight.j, sight.sequence) if t is not None)
     pointers = tuple((name, BLOCK.place[f"{name}_ptr"] // 8) for name in tensors)
     address = kernel("backward", p, target).address("backward")
-    return Prepared(address, bytes(BLOCK.filled(words)), BLOCK, pointers, size, count, held)
+    return Prepared(address, bytes(BLOCK.filled(words)), BLOCK, pointers, size, count, (seen, *sight.held))
 
 
 SCORED = ("bias", "alibi", "capped", "table", "dropout")

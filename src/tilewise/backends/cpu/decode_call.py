@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
+from ..remember import remember
 from . import threads
 from .arithmetic import LOG2_E
 from .config import Config
 from .decode_kernel import BLOCK, CHUNKS_AT, head_bytes, step_keys
 from .kernels import kernel
 from .pack import key_columns
-from .prepared import ALONE, LINE, Prepared, remember, steps
+from .prepared import ALONE, LINE, Prepared, steps
 from .sight import Sight, look
 
 PARTS = 256
@@ -39,7 +40,7 @@ def run(problem: Problem, tensors: dict[str, Tensor], config: Config) -> None:
     tensors["counter"] = torch.zeros(p.b, dtype=torch.int64, device="cpu")
     available = threads.available()
     key = ("decode", available, *[t.stride() for t in tensors.values()])
-    remember(config.known, key, lambda: prepare(p, tensors, config, available)).run(tensors)
+    remember(config.known, key, tensors["q"], lambda: prepare(p, tensors, config, available)).run(tensors)
 
 
 def split(problem: Problem) -> tuple[int, int]:
@@ -54,7 +55,7 @@ def split(problem: Problem) -> tuple[int, int]:
 def prepare(problem: Problem, tensors: dict[str, Tensor], config: Config, available: int) -> Prepared:
     """Work out what tensors of this layout need."""
     p, target = problem, config.target
-    sight: Sight = remember(config.known, "sight", lambda: look(p))
+    sight: Sight = remember(config.known, "sight", tensors["q"], lambda: look(p))
     (splits, keys), columns = split(p), key_columns(target, p.e)
     size = CHUNKS_AT + p.h * head_bytes(target, p.d, columns)
     cap = p.score.softcap

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from ...mask import Tile
 from ...problem import Inputs, Partial, Problem
+from ..made import made_of
+from ..remember import remember
 from . import decode_call, threads
 from .arithmetic import LOG2_E
 from .config import Config, rows_of_task
 from .forward_kernel import BLOCK, state_bytes
 from .kernels import kernel
 from .pack import key_columns, value_columns
-from .prepared import ALONE, LINE, Prepared, float32, remember, rowwise, steps
+from .prepared import ALONE, LINE, Prepared, float32, rowwise, steps
 from .sight import Sight, look
 from .target import Target
 
@@ -27,7 +29,7 @@ def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """o "b n h e" and lse "b h n"."""
     p = problem
     q, k, v = (rowwise(t) for t in (x.q, x.k, x.v))
-    o = torch.empty((p.b, p.n, p.h, p.e), dtype=torch.float32 if p.wide else q.dtype, device="cpu")
+    o = torch.empty((p.b, p.n, p.h, p.e), dtype=made_of(p, q), device="cpu")
     lse = torch.empty((p.b, p.h, p.n), dtype=torch.float32, device="cpu")
     if o.numel():
         extras = {name: t for name, t in (("bias", x.bias), ("alibi", x.alibi), ("sink", x.sink)) if t is not None}
@@ -40,15 +42,15 @@ def run(problem: Problem, tensors: dict[str, Tensor], config: Config) -> None:
     """Fill o and lse, which are among the tensors."""
     available = threads.available()
     key = ("forward", available, *[t.stride() for t in tensors.values()])
-    prepared = remember(config.known, key, lambda: prepare(problem, tensors, config, available))
+    prepared = remember(config.known, key, tensors["q"], lambda: prepare(problem, tensors, config, available))
     (prepared if problem.dropout is None else seeded(prepared, problem)).run(tensors)
 
 
 def prepare(problem: Problem, tensors: dict[str, Tensor], config: Config, available: int) -> Prepared:
     """Work out what tensors of this layout need."""
     p, target = problem, config.target
-    sight: Sight = remember(config.known, "sight", lambda: look(p))
-    kinds = remember(config.known, "kinds", lambda: tile_kinds(p, sight, config))
+    sight: Sight = remember(config.known, "sight", tensors["q"], lambda: look(p))
+    kinds = remember(config.known, "kinds", tensors["q"], lambda: tile_kinds(p, sight, config))
     alone = 2 * p.b * p.h * p.n * p.s * (p.d + p.e) <= ALONE
     count = 1 if alone else available
     rows = rows_of_task(config, p.b * p.h, p.n, count)
@@ -65,7 +67,7 @@ def prepare(problem: Problem, tensors: dict[str, Tensor], config: Config, availa
         **{f"kind_{axis}": 0 if kinds is None else kinds.stride(at) for at, axis in enumerate("bhn")},
         **options(p, tensors, sight),
     }  # fmt: skip
-    held = tuple(t for t in (sight.first, sight.past, sight.table, sight.i, sight.j, sight.sequence, kinds) if t is not None)
+    held = sight.held if kinds is None else (*sight.held, kinds)
     pointers = tuple((name, BLOCK.place[f"{name}_ptr"] // 8) for name in tensors)
     address = kernel("forward", p, target).address("forward")
     return Prepared(address, bytes(BLOCK.filled(words)), BLOCK, pointers, size, count, held)

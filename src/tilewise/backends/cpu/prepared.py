@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,14 +41,6 @@ class Prepared(NamedTuple):
             words[at] = tensors[name].data_ptr()
         words[self.block.place["scratch_ptr"] // 8] = -(-scratch.data_ptr() // LINE) * LINE
         threads.run(self.address, ctypes.addressof(words), self.threads)
-
-
-def remember(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What is known under a key, made if nothing is."""
-    found = known.get(key)
-    if found is None:
-        found = known[key] = make()
-    return found
 
 
 def rowwise(x: Tensor) -> Tensor:

@@ -9,13 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arrays import placed
-from ...mask import Where
-from ...positions import Dense
 from ...problem import Problem
-
-AT_ONCE = 2**24
-"""Pairs asked of a point test in one go."""
+from .. import sight
 
 LARGEST_TABLE = 2**28
 """Pairs of a point test that are written down, a byte each; more is for others."""
@@ -36,6 +31,12 @@ class Sight:
     i: Tensor | None = None
     j: Tensor | None = None
     sequence: Tensor | None = None
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """What a kernel is given addresses of."""
+        every = (self.first, self.past, self.table, self.i, self.j, self.sequence)
+        return tuple(t for t in every if t is not None)
 
 
 def look(problem: Problem) -> Sight:
@@ -61,7 +62,7 @@ def _int32(x: np.ndarray) -> Tensor:
 def pairs(problem: Problem) -> int:
     """Pairs that `tabulate` writes down: none where the caller's own table serves."""
     p = problem
-    if not p.mask.pointwise or 0 in (p.b, p.h, p.n, p.s) or _own(p) is not None:
+    if not p.mask.pointwise or 0 in (p.b, p.h, p.n, p.s) or sight.own_table(p, ON_HOST) is not None:
         return 0
     whole, one = slice(0, p.b), slice(0, 1)
     q, k = p.layout.queries(whole, one, ON_HOST), p.layout.keys(whole, one, ON_HOST)
@@ -73,27 +74,5 @@ def pairs(problem: Problem) -> int:
 def tabulate(problem: Problem) -> Tensor:
     """The point test of every pair, bool "b h n s" up to broadcasting along b and h, keys next to each other."""
     p = problem
-    own = _own(p)
-    if own is not None:
-        own = own.expand(-1, -1, p.n, p.s)
-        return own if own.stride(-1) == 1 or p.s < 2 else own.contiguous()
-    whole_b, whole_h = slice(0, p.b), slice(0, p.h)
-    keys = p.layout.keys(whole_b, slice(0, p.s), ON_HOST).position[:, None, None, :]
-    parts = []
-    rows = max(1, AT_ONCE // max(1, p.b * p.h * p.s))
-    for at in range(0, p.n, rows):
-        q = p.layout.queries(whole_b, slice(at, min(at + rows, p.n)), ON_HOST)
-        i, b = q.position[:, None, :, None], q.sequence[:, None, :, None]
-        part = p.mask.points(i, keys, b, whole_h)
-        parts.append(part.expand(*part.shape[:2], i.shape[2], p.s))
-    return torch.cat(parts, 2).contiguous() if parts else ON_HOST.new_zeros(1, 1, p.n, p.s, dtype=torch.bool)
-
-
-def _own(problem: Problem) -> Tensor | None:
-    """The caller's own table with all four axes, where it says of each pair of rows what the mask does."""
-    p = problem
-    if not isinstance(p.mask, Where) or callable(p.mask.test) or not isinstance(p.layout, Dense):
-        return None
-    shape = (1,) * (4 - len(p.mask.test.shape)) + tuple(p.mask.test.shape)
-    fits = shape[2] in (1, p.n) and shape[3] in (1, p.s) and (p.mask.start, p.mask.column) == p.layout.starts
-    return placed(p.mask.test, ON_HOST).reshape(shape) if fits else None
+    table = sight.tabulate(p, ON_HOST).expand(-1, -1, p.n, p.s)
+    return table if table.stride(-1) == 1 or p.s < 2 else table.contiguous()
