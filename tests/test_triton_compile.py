@@ -6,35 +6,23 @@ every case for every GPU: see `make kernels`."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import told_by
 from triton_targets import CASES, FAILS, SERIAL, SHARED, chosen
 
-HERE = Path(__file__).parent
-OTHER, EFFORT = os.environ.get("TILEWISE_TRITON"), os.environ.get("TILEWISE_KERNELS", "some")
+EFFORT = os.environ.get("TILEWISE_KERNELS", "some")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is there for Linux")
 
 
 def compiled(folder: Path, *arguments: str) -> dict[str, Any]:
     """What `triton_targets.py` says."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    env |= {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    if OTHER:
-        env["PYTHONPATH"] = os.pathsep.join([str(Path(OTHER).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
-    command = [sys.executable, HERE / "triton_targets.py", "--processes", processes, "--json", folder / "rows.json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    told = json.loads((folder / "rows.json").read_text())
-    assert not OTHER or Path(told["from"]).is_relative_to(Path(OTHER).resolve())
-    return told
+    return told_by("triton_targets.py", folder, *arguments)
 
 
 def problems(told: dict[str, Any]) -> list[str]:
