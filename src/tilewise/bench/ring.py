@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m tilewise.bench.ring --json FILE [--tokens 8192 32768] [--method auto]
 
 Rates are TFLOP/s a GPU over visible pairs, 4·d a pair and head forward and 3.5 times that with backward, from the slowest
-rank's median. `one` is a sequence of as many tokens as a GPU holds on one GPU, `whole` all tokens on one GPU."""
+rank's median. `one` is a sequence of as many tokens as a GPU holds on one GPU, `whole` all tokens on one GPU; `simulated` is
+what the simulator says of the same plan beforehand."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from .. import api
 from ..mask import Causal
+from ..problem import Inputs, Options, Problem
 from ..ring import api as ring
+from ..ring.choose import choose, method_named
 from .report import now, provenance, write
 from .timing import Clock, median, spread, warm_up
 
@@ -77,7 +80,16 @@ def compare(shape: Shape, tokens: int, backward: bool, method: str, dtype: torch
         seconds, wide = measure(call, shape.tensors(rows, device, dtype), backward)
         row[f"{name}_tflops"] = shape.flops(rows * gpus, backward) / gpus / seconds / 1e12
         row[f"{name}_seconds"], row[f"{name}_spread"] = seconds, wide
+    row |= forecast(shape, tokens * world, world, backward, method, dtype)
     return row | {f"ring_over_{name}": row["ring_tflops"] / row[f"{name}_tflops"] for name in ("one", "whole")}
+
+
+def forecast(shape: Shape, tokens: int, world: int, backward: bool, method: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What the simulator says of it: the method, seconds, and the efficiency over one GPU with all tokens."""
+    q, k, v, _ = shape.tensors(tokens, torch.device("meta"), dtype)
+    problem = Problem.describe(Inputs(q, k, v), Options(Causal()))
+    best = choose(problem, world, backward=backward, layout="zigzag", method=None if method == "auto" else method_named(method)).best
+    return {"moved": str(best.method), "simulated_seconds": best.total_s, "simulated_over_whole": best.efficiency}
 
 
 def main(arguments: list[str]) -> None:
