@@ -61,6 +61,7 @@ CASES = (
     case("gaps", Causal() & Window(61), n=197, s=397, positions=(Positions.of(_ROWS), Positions(397)), d=64, e=64),
     case("packed", Causal(), ragged=Ragged.from_lengths([70, 0, 47], [120, 30, 111])),
     case("softcap", softcap=5.0, d=80, e=48),
+    case("softcap", softcap=5.0, d=256, e=256),
     case("alibi", Causal(), alibi="h"),
     case("sink", Causal(), sink=True),
 )

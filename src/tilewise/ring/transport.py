@@ -194,9 +194,10 @@ class DeviceTransport(GroupTransport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
+        self._hosts = HostTransport(_between_hosts(group), torch.device("cpu"))
+        self._hosts.news = self.news
         self._under_way: list[Watched] = []
         self._wake = threading.Condition()
-        self._side = torch.cuda.Stream(device)
         threading.Thread(target=self._watch, name="tilewise-ring-watch", daemon=True).start()
 
     def wait(self, handle: Handle, deadline_s: float) -> None:
@@ -215,13 +216,13 @@ class DeviceTransport(GroupTransport):
         self._check()
 
     def gather(self, x: Tensor, deadline_s: float) -> list[Tensor]:
+        """Between the hosts: whatever a device still has to do, it would have to do first."""
         self._check()
-        with torch.cuda.stream(self._side):  # past all that the device still has to do
-            room = torch.empty(self.world, *x.shape, dtype=x.dtype, device=self.device)
-            gathered = dist.all_gather(list(room), x.to(self.device), group=self.group, async_op=True)
-            self.wait(Handle(AGREEING, [((self.rank + 1) % self.world, gathered)], self._event()), deadline_s)
-            self.settle()
-            return list(room.cpu())
+        self._hosts.calls = self.calls
+        try:
+            return self._hosts.gather(x, deadline_s)
+        except PeerLost as lost:
+            raise self._fail(lost) from None
 
     def _event(self) -> Any:
         event = torch.cuda.Event()
@@ -324,6 +325,13 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
             raise DtypeError(f"on {device} the process group has {have}; ring attention takes gloo on cpu and nccl on cuda")
         _open[group, device] = make(group, device)
     return _open[group, device]
+
+
+def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group itself where it has Gloo beside NCCL; else one of the same ranks that has."""
+    if _backend(group, torch.device("cpu")) == "gloo":
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

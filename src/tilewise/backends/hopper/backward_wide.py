@@ -151,16 +151,19 @@ def first(rings, exchange, staged, out, whose, score, mask, visits, total, n, s,
         arrived(q, at, C.Q)
         x = warpgroup_mma(tile(keys, 0, 0, C.KEYS), tile(q, at, 0, C.Q).permute((1, 0)), zero, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
-        unit = score[0]
+        unit, slack = score[0], x
         if not C.PLAIN:
-            x, _slack = logits(x, 0, block * C.N - m * C.M, head, score, 0, C.M, C)
+            x, slack = logits(x, 0, block * C.N - m * C.M, head, score, 0, C.M, C)
             unit = 1.0
         if (m < visits[2]) | (m >= visits[3]):
             x = gl.where(shown(m, block, mask, n, s, 0, C), x, float("-inf"))
-        p = gl.exp2(x * unit - stat(beside, at % C.Q.STAGES, C)).to(q[0].dtype)
+        weights = gl.exp2(x * unit - stat(beside, at % C.Q.STAGES, C))
+        p = weights.to(q[0].dtype)
         if at > 0:
             meet(C.MET + 2, BOTH)
         exchange.index(0).reshape([C.N, C.M]).store(p)
+        if C.CAPPED:  # where ds will be: what it is of dp
+            exchange.index(1).reshape([C.N, C.M]).store((weights * slack).to(q[0].dtype))
         signal(C.MET, BOTH)
         arrived(do, at, C.DO)
         dv = warpgroup_mma(gl.convert_layout(p, of_operand(OWN)), tile(do, at, 0, C.DO).slice(0, OWN, 1), dv, is_async=True)
@@ -188,8 +191,12 @@ def second(rings, exchange, staged, out, whose, score, mask, visits, total, n, s
         dp -= stat(beside, C.Q.STAGES, C)
         meet(C.MET, BOTH)
         p = exchange.index(0).reshape([C.N, C.M]).load(of_sums(C.M))
-        signal(C.MET + 2, BOTH)
-        ds = (p.to(gl.float32) * dp).to(q[0].dtype)
+        if C.CAPPED:
+            slope = exchange.index(1).reshape([C.N, C.M]).load(of_sums(C.M))
+        else:
+            slope = p
+            signal(C.MET + 2, BOTH)
+        ds = (slope.to(gl.float32) * dp).to(q[0].dtype)
         if at > 0:
             meet(C.MET + 3, BOTH)
         exchange.index(1).reshape([C.N, C.M]).store(ds)
@@ -199,6 +206,8 @@ def second(rings, exchange, staged, out, whose, score, mask, visits, total, n, s
         arrived(q, at, C.Q)
         dk = warpgroup_mma(gl.convert_layout(ds, of_operand(OWN)), tile(q, at, 0, C.Q).slice(OWN, OWN, 1), dk, is_async=True)
         dv, dk = end_step(dv, dk, rings, exchange, staged, at, 1, C)
+        if C.CAPPED:
+            signal(C.MET + 2, BOTH)
     meet(C.MET + 3, BOTH)
     finish(dk, dv, scale, q, out, whose, staged, total, s, 1, C)
 
