@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from tilewise import backends, testing
 from tilewise.backends import hopper
-from tilewise.backends.hopper import config, forward_kernel, forward_pass, launch, looks, refusals, scratch, visits
+from tilewise.backends.hopper import config, forward_kernel, forward_pass, launch, looks, refusals, roster, scratch, visits
 from tilewise.backends.hopper.variant import Variant
 from tilewise.backends.sight import Sight
 from tilewise.cases import Case
@@ -199,17 +199,40 @@ def test_a_fixed_reference_is_chosen_only_where_every_row_sees_its_first_tile() 
 # ---- visits
 
 
-@pytest.mark.parametrize("programs", [1, 3, 132])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("programs", [1, 3, 30])
 @pytest.mark.parametrize("span", [1, 2, 6])
-def test_every_block_is_done_once(programs: int, span: int) -> None:
-    C: Any = SimpleNamespace(PERSISTENT=True, BLOCK_M=128)
+def test_every_block_is_done_once(programs: int, span: int, listed: bool) -> None:
+    C: Any = SimpleNamespace(PERSISTENT=True, BLOCK_M=128, LISTED=listed)
     axes, tiles, seen = (517, 1, 3, 1, span), 5 * 6, []
+    table = roster.roster(np.random.default_rng(0).integers(1, 9, tiles), programs)
     with numpy_gluon.emulated("tilewise.backends.hopper"):
+        tasks = numpy_gluon.Number(tiles), numpy_gluon.Pointer.to(torch.from_numpy(table)) if listed else None
         for pid in range(programs):
             numpy_gluon.HERE.program = numpy_gluon.Program(pid, programs)
-            mine = [visits.own(numpy_gluon.Number(turn), C) for turn in range(visits.rounds(numpy_gluon.Number(tiles), C))]
+            mine = [visits.own(numpy_gluon.Number(turn), tasks, C) for turn in range(int(visits.rounds(tasks, C)))]
             seen += [tuple(map(int, visits.place(one, axes, C))) for one in mine]
     assert sorted(seen) == [(b, head, block) for b in range(2) for head in range(3) for block in range(5)]
+
+
+@pytest.mark.parametrize("mask", [Causal(), Window(100, 0), Window(30, 90)], ids=str)
+@pytest.mark.parametrize("n, s", [(517, 517), (300, 900), (900, 300)])
+def test_lengths_of_blocks_are_right(mask: Any, n: int, s: int) -> None:
+    case = Case("", 1, n, s, 1, 1, 64, 64, Options(mask))
+    problem, sizes = Problem.describe(testing.tensors(case.inputs(0), "bfloat16", "cpu"), case.options), config.FORWARD[64]
+    band, keep = config.band_of(problem), problem.keep()[0, 0]
+    assert band is not None
+    found = roster.lengths(n, s, band, sizes)
+    for block, rows in enumerate(np.split(keep, range(sizes.block_m, n, sizes.block_m))):
+        seen = np.flatnonzero(rows.any(0))
+        assert found[block] == max(1, seen.max() // 128 - seen.min() // 128 + 1 if len(seen) else 1)
+
+
+def test_programs_of_a_roster_end_together() -> None:
+    found = roster.in_order(np.arange(1, 129), heads=16, span=2)
+    table = roster.roster(found, 132)
+    loads = np.array([sum(found[table[1 : 1 + table[0, program], program]] + roster.CHANGE) for program in range(132)])
+    assert loads.max() <= 1.02 * loads.mean()
 
 
 def test_surveys_of_rows_are_right() -> None:
@@ -249,7 +272,7 @@ def test_what_it_does_not_do_it_refuses() -> None:
     assert reasons(replace(CASES["full 64"], options=far)) == ""
 
 
-def test_it_runs_on_a_hopper_with_a_triton_that_it_knows_and_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_on_a_hopper_with_a_triton_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.describe(tensors(CASES["full 64"]), Options())
     assert any("Hopper" in reason for reason in refusals.why_not(problem, True))
     there = replace(problem, device="cuda:0")
@@ -258,9 +281,6 @@ def test_it_runs_on_a_hopper_with_a_triton_that_it_knows_and_where_it_is_named(m
         refusals._device.cache_clear()
         monkeypatch.setattr(refusals, "version", lambda name, known=known: known)
         assert text in "; ".join(refusals.why_not(there, True)) and bool(text) == bool(refusals.why_not(there, True))
-    refusals._device.cache_clear()
-    monkeypatch.setattr(refusals, "version", lambda name: "3.6.0")
-    assert refusals.why_not(there, False) == (refusals.UNSEEN,)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     refusals._device.cache_clear()
     assert "8.0" in refusals.why_not(there, True)[0]

@@ -88,7 +88,9 @@ def forecast(shape: Shape, tokens: int, world: int, backward: bool, method: str,
     """What the simulator says of it: the method, seconds, and the efficiency over one GPU with all tokens."""
     q, k, v, _ = shape.tensors(tokens, torch.device("meta"), dtype)
     problem = Problem.describe(Inputs(q, k, v), Options(Causal()))
-    best = choose(problem, world, backward=backward, layout="zigzag", method=None if method == "auto" else method_named(method)).best
+    best = choose(
+        problem, world, backward=backward, layout="zigzag", method=None if method == "auto" else method_named(method)
+    ).best
     return {"moved": str(best.method), "simulated_seconds": best.total_s, "simulated_over_whole": best.efficiency}
 
 

@@ -33,16 +33,6 @@ from .looks import looked_at, visits_of_keys
 NARROW = 128
 """Columns of q, k or v whose gradients fit in the registers of one warpgroup."""
 
-PROVEN = frozenset(
-    {
-        ("bfloat16", Variant(64, 128, "NONE")),
-        ("float16", Variant(64, 128, "NONE")),
-        ("bfloat16", Variant(128, 64, "NONE")),
-    }
-)
-"""Kernels that have run right on a GPU, as they are now. `tests/gpu/test_hopper_gradients.py` runs the others, which are used
-once they are in this list."""
-
 ROOM = 32 * 2**20
 """Bytes of L2 for what heads that go together read and add to."""
 
@@ -71,7 +61,7 @@ def backward(
     p = problem
     if 0 in (p.b, p.n, p.s, p.h):
         return nothing(p, x, grads, needs)
-    if "alibi" in needs or (p.dtype, variant(p)) not in PROVEN:
+    if "alibi" in needs:
         return triton.backward(p, x, saved, grads, other(p, config), needs)
     lse, dlse = saved.lse.contiguous(), None if grads.lse is None else grads.lse.contiguous()
     do = grads.o.to(x.q.dtype)

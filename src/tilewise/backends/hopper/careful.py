@@ -21,13 +21,13 @@ from .write import rows_of, write
 
 
 @gluon.jit
-def again(slabs, out, rings, room, given, value, tiles, door, C: gl.constexpr):
+def again(slabs, out, rings, room, given, value, tasks, door, C: gl.constexpr):
     """All blocks of this program. `value` is where v lies, and how far apart its batch entries, heads and rows are."""
     mask, axes = given[0], given[1]
     v_ptr, v_b, v_head, v_row = value
     count = gl.to_tensor(0)
-    for one in range(rounds(tiles, C)):
-        b, head, block = place(own(one, C), axes, C)
+    for one in range(rounds(tasks, C)):
+        b, head, block = place(own(one, tasks, C), axes, C)
         visits = visits_of(b, block, mask, axes, C)
         at = v_ptr + b.to(gl.int64) * v_b + (head // axes[3]).to(gl.int64) * v_head
         for part in range(C.GROUPS):

@@ -69,11 +69,13 @@ def bring(slabs, rings, one, mask, axes, at, served, C: gl.constexpr):
 
 
 @gluon.jit
-def producer(slabs, rings, mask, axes, tiles, C: gl.constexpr):
+def producer(slabs, rings, mask, axes, tasks, C: gl.constexpr):
     """The warp that brings tiles."""
-    at = gl.to_tensor(0)
-    for served in range(rounds(tiles, C)):
-        at = bring(slabs, rings, own(served, C), mask, axes, at, served, C)
+    at, one = gl.to_tensor(0), own(0, tasks, C)
+    for served in range(rounds(tasks, C)):
+        following = own(served + 1, tasks, C)
+        at = bring(slabs, rings, one, mask, axes, at, served, C)
+        one = following
 
 
 @gluon.jit
@@ -196,15 +198,17 @@ def o_block(one, out, rings, room, given, at, served, MINE: gl.constexpr, C: gl.
 
 
 @gluon.jit
-def consumer(out, rings, room, given, tiles, MINE: gl.constexpr, C: gl.constexpr):
+def consumer(out, rings, room, given, tasks, MINE: gl.constexpr, C: gl.constexpr):
     """A warpgroup that multiplies. Whether any of the program has met what the pipeline cannot do."""
     lower_flag(MINE)
     lower_flag(BROKEN + MINE)
     if C.TURNS:
         open_turns(MINE, C.TURN, C.GROUPS)
-    at = gl.to_tensor(0)
-    for served in range(rounds(tiles, C)):
-        at = o_block(own(served, C), out, rings, room, given, at, served, MINE, C)
+    at, one = gl.to_tensor(0), own(0, tasks, C)
+    for served in range(rounds(tasks, C)):
+        following = own(served + 1, tasks, C)
+        at = o_block(one, out, rings, room, given, at, served, MINE, C)
+        one = following
     if not C.WIDE:
         tma.store_wait(0)
     return (agree(BROKEN + MINE, C.VERDICT, C.READERS),)
@@ -215,9 +219,10 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, v_ptr, v_b: gl.int64, v_head: gl.int64, v_row: gl.int64,
     first_ptr, past_ptr, row_b: gl.int64, left: gl.int32, right: gl.int32, visits_ptr, visits_b: gl.int64,
     scale: gl.float32, softcap: gl.float32, alibi_ptr, alibi_b: gl.int64, sink_ptr, far: gl.int32,
-    n: gl.int32, s: gl.int32, h: gl.int32, group: gl.int32, span: gl.int32, tiles: gl.int32, C: gl.constexpr,
+    n: gl.int32, s: gl.int32, h: gl.int32, group: gl.int32, span: gl.int32, tiles: gl.int32, roster_ptr, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs; each takes every so manieth of `tiles` = b·h·⌈n / BLOCK_M⌉ blocks of query rows."""
+    """Grid: any number of programs; each takes every so manieth of `tiles` = b·h·⌈n / BLOCK_M⌉ blocks of query rows, or those
+    that a roster gives it."""
     GROUPS: gl.constexpr = C.GROUPS
     for one in gl.static_range(GROUPS):
         declare_flag(one)
@@ -227,20 +232,21 @@ def forward_kernel(
     if C.APART:
         room = gl.allocate_shared_memory(q_desc.dtype, C.O.SHAPE, in_memory(ROWS, C.E, q_desc.dtype))
     mask, axes = (first_ptr, past_ptr, row_b, left, right, visits_ptr, visits_b), (n, s, h, group, span)
+    tasks = tiles, roster_ptr
     given = mask, axes, (scale, softcap, alibi_ptr, alibi_b, sink_ptr, far)
     slabs, out = (q_desc, k_desc, v_desc), (o_desc, o_ptr, lse_ptr)
     if C.GROUPS == 2:
         broken = gl.warp_specialize([
-            (consumer, (out, rings, room, given, tiles, 0, C)),
-            (consumer, (out, rings, room, given, tiles, 1, C)),
-            (producer, (slabs, rings, mask, axes, tiles, C)),
+            (consumer, (out, rings, room, given, tasks, 0, C)),
+            (consumer, (out, rings, room, given, tasks, 1, C)),
+            (producer, (slabs, rings, mask, axes, tasks, C)),
         ], [4, 1], C.WORKERS)  # fmt: skip
     else:
         broken = gl.warp_specialize([
-            (consumer, (out, rings, room, given, tiles, 0, C)),
-            (consumer, (out, rings, room, given, tiles, 1, C)),
-            (consumer, (out, rings, room, given, tiles, 2, C)),
-            (producer, (slabs, rings, mask, axes, tiles, C)),
+            (consumer, (out, rings, room, given, tasks, 0, C)),
+            (consumer, (out, rings, room, given, tasks, 1, C)),
+            (consumer, (out, rings, room, given, tasks, 2, C)),
+            (producer, (slabs, rings, mask, axes, tasks, C)),
         ], [4, 4, 1], C.WORKERS)  # fmt: skip
     if broken[0] != 0:
-        again(slabs, out, rings, room, given, (v_ptr, v_b, v_head, v_row), tiles, door, C)
+        again(slabs, out, rings, room, given, (v_ptr, v_b, v_head, v_row), tasks, door, C)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..tape import Tape, repeat
 from .config import Config, padded
 from .forward_kernel import forward_kernel
 from .launch import launch, tiles
-from .looks import looked_at, visits_of_rows
+from .looks import looked_at, roster_of, visits_of_rows
 from .variant import Variant
 
 LEAST = 2.0**-100
@@ -41,17 +42,21 @@ def _forward(p: Problem, x: Inputs[Tensor], sink: Tensor | None, config: Config,
     lse = tape.room("lse", (p.b, p.h, p.n), torch.float32, q)
     sight = looked_at(p, config, q)
     visits = visits_of_rows(p, sight, config, q)
-    tape.hold(sight.first, sight.past, visits)
     C = variant(p, x, sight, config)
+    total = p.b * p.h * blocks(p.n, C.BLOCK_M)
+    programs = min(total, config.programs)
+    mine = roster_of(p, sight, config, programs, q) if C.LISTED else None
+    if C.LISTED and mine is None:
+        C = replace(C, sizes=replace(C.sizes, persistent=False))
+    tape.hold(sight.first, sight.past, visits, mine)
     leaves = None if C.WIDE else tiles(o, 64, C.E)
     args = (
         tiles(q, 64, C.D), tiles(k, C.BLOCK_N, C.D), tiles(v, C.BLOCK_N, C.E), leaves, o if C.WIDE else None, lse,
         v, v.stride(0), v.stride(2), v.stride(1), *_mask(sight, visits, p), *score_of(p, x, sink),
-        *_axes(p, C, config),
+        p.n, p.s, p.h, p.group, config.span, total, mine,
     )  # fmt: skip
     kinds = (q.dtype, *[None if t is None else t.dtype for t in (x.alibi, x.sink)])
-    total = p.b * p.h * blocks(p.n, C.BLOCK_M)
-    launch(forward_kernel, min(total, config.programs) if C.PERSISTENT else total, args, C, C.sizes.entry, kinds, tape)
+    launch(forward_kernel, programs if C.PERSISTENT else total, args, C, C.sizes.entry, kinds, tape)
 
 
 def variant(p: Problem, x: Inputs[Tensor], sight: Sight, config: Config) -> Variant:
@@ -80,8 +85,3 @@ def score_of(p: Problem, x: Inputs[Tensor], sink: Tensor | None) -> tuple[Any, .
     starts = p.layout.starts if isinstance(p.layout, Dense) else None
     far = 0 if starts is None else max(min(starts[0] - starts[1], FAR), -FAR)
     return float(p.score.scale), cap, alibi, alibi_b, sink, far
-
-
-def _axes(p: Problem, C: Variant, config: Config) -> tuple[int, ...]:
-    """n … tiles."""
-    return p.n, p.s, p.h, p.group, config.span, p.b * p.h * blocks(p.n, C.BLOCK_M)

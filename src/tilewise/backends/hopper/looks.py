@@ -12,6 +12,7 @@ from ..reads import blocks
 from ..remember import remember
 from ..sight import Sight, look
 from .config import Config
+from .roster import in_order, lengths, roster
 
 
 def looked_at(problem: Problem, config: Config, like: Tensor) -> Sight:
@@ -25,6 +26,17 @@ def visits_of_rows(problem: Problem, sight: Sight, config: Config, like: Tensor)
     if sight.first is None:
         return None
     return remember(config.known, "visits", like, lambda: survey_rows(sight, problem.s, config.forward.shape))
+
+
+def roster_of(problem: Problem, sight: Sight, config: Config, programs: int, like: Tensor) -> Tensor | None:
+    """Which blocks of query rows each program does under a band; see `roster`. None while a graph is being captured, which can
+    hold no copy from the host, and no call before has asked."""
+    known = config.known.get("roster")
+    if known is None and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        found = lengths(problem.n, problem.s, (sight.left, sight.right), config.forward)
+        table = roster(in_order(found, problem.b * problem.h, config.span), programs)
+        known = config.known["roster"] = torch.from_numpy(table).to(like.device)
+    return known
 
 
 def survey_rows(sight: Sight, s: int, shape: TileShape) -> Tensor:

@@ -25,7 +25,7 @@ from .layouts import beside, folded, halves, joined, of_columns, of_operand, of_
 
 kernel = gluon.jit(
     do_not_specialize="left right row_b visits_b scale softcap alibi_b far v_b v_head v_row n s h group span tiles".split(),
-    do_not_specialize_on_alignment="o_ptr lse_ptr v_ptr first_ptr past_ptr visits_ptr alibi_ptr sink_ptr".split(),
+    do_not_specialize_on_alignment="o_ptr lse_ptr v_ptr first_ptr past_ptr visits_ptr alibi_ptr sink_ptr roster_ptr".split(),
 )
 """What makes a kernel of a function. No number is specialised on, so that a new length needs no new compilation, nor is the
 alignment of arrays that others made."""

@@ -77,6 +77,11 @@ class Variant:
         return self.sizes.persistent
 
     @property
+    def LISTED(self) -> bool:
+        """Programs that stay are told which blocks are theirs, since these differ in length."""
+        return self.sizes.persistent and self.MASK == "BAND"
+
+    @property
     def FIXED(self) -> bool:
         return self.sizes.fixed
 

@@ -12,21 +12,26 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def rounds(tiles, C: gl.constexpr):
-    """How many tiles a program has."""
-    if C.PERSISTENT:
-        whole = tiles // gl.num_programs(0)
-        count = whole + (own(whole, C) < tiles).to(gl.int32)
+def rounds(tasks, C: gl.constexpr):
+    """How many tiles a program has. `tasks` is how many there are, and where programs are told which are theirs (`roster`)."""
+    if C.LISTED:
+        count = gl.load(tasks[1] + gl.program_id(0))
+    elif C.PERSISTENT:
+        whole = tasks[0] // gl.num_programs(0)
+        count = whole + (own(whole, tasks, C) < tasks[0]).to(gl.int32)
     else:
         count = gl.to_tensor(1)
     return count
 
 
 @gluon.jit
-def own(turn, C: gl.constexpr):
-    """A program's tile of each round. Every other round goes backwards, so that nobody always has the longest."""
+def own(turn, tasks, C: gl.constexpr):
+    """A program's tile of each round, and of one round more. Where they are alike, every other round goes backwards: then the
+    last one is shared fairly."""
     one, programs = gl.program_id(0), gl.num_programs(0)
-    if C.PERSISTENT:
+    if C.LISTED:
+        one = gl.load(tasks[1] + (turn + 1) * programs + one)
+    elif C.PERSISTENT:
         one = turn * programs + gl.where(turn % 2 == 0, one, programs - 1 - one)
     return one
 
