@@ -43,23 +43,19 @@ class Numbers(SimpleNamespace):
         return x if condition else y
 
 
-class Flag(int):
-    """A truth that can be added."""
-
-    def to(self, kind: Any) -> int:
-        return int(self)
+WALK = ("place_of", "visits_of", "rank", "beginning", "following")
 
 
 @pytest.fixture
 def walk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What kernels count with, as functions of Python's numbers."""
     monkeypatch.setattr(backward_walk, "gl", Numbers)
-    return SimpleNamespace(**{name: getattr(backward_walk, name).fn for name in ("place_of", "visits_of", "rank", "following")})
+    return SimpleNamespace(**{name: getattr(backward_walk, name).fn for name in WALK})
 
 
-def flaws(visits: np.ndarray, first: np.ndarray, keep: np.ndarray, shape: TileShape) -> list[str]:
-    """What is wrong with the visits (lo, hi, full_lo, full_hi) of blocks of keys, and the first visitors of blocks of rows,
-    for pairs "n s" that are seen."""
+def flaws(visits: np.ndarray, seen: np.ndarray, keep: np.ndarray, shape: TileShape) -> list[str]:
+    """What is wrong with the visits (lo, hi, full_lo, full_hi) of blocks of keys, and the first and last visitors of blocks of
+    rows, for pairs "n s" that are seen."""
     m, n = shape.block_m, shape.block_n
     rows, keys = -(-keep.shape[0] // m), -(-keep.shape[1] // n)
     found = []
@@ -73,8 +69,8 @@ def flaws(visits: np.ndarray, first: np.ndarray, keep: np.ndarray, shape: TileSh
                 found.append(f"keys {key} take rows {row} for FULL")
     for row in range(rows):
         visitors = [key for key in range(keys) if visits[key][0] <= row < visits[key][1]]
-        if visitors and visitors != list(range(first[row], first[row] + len(visitors))):
-            found.append(f"the visitors of rows {row} do not follow each other from {first[row]} on: {visitors}")
+        if visitors and visitors != list(range(seen[row][0], seen[row][1] + 1)):
+            found.append(f"the visitors of rows {row} do not follow each other, {seen[row]}: {visitors}")
     return found
 
 
@@ -101,22 +97,24 @@ def test_surveyed_visits(name: str, block: int) -> None:
     seen = sight.look(p, torch.zeros(()))
     assert seen.first is not None
     shape = TileShape(block, BLOCK_N)
-    visits, first = (t.numpy() for t in looks.survey_keys(seen, p.s, shape))
+    visits, ends = (t.numpy() for t in looks.survey_keys(seen, p.s, shape))
     keep = np.broadcast_to(p.keep(), (p.b, p.h, p.n, p.s))[:, 0]
     for b in range(len(visits)):
-        assert flaws(visits[b], first[b], keep[b], shape) == []
+        assert flaws(visits[b], ends[b], keep[b], shape) == []
         assert (np.diff(visits[b, :, :2], axis=0) >= 0).all()
 
 
 def test_wrong_visits_are_found() -> None:
     keep, shape = np.tril(np.ones((300, 300), bool)), TileShape(64, BLOCK_N)
     right = np.array([[0, 5, 2, 5], [2, 5, 4, 5], [4, 5, 5, 5]])
-    assert flaws(right, np.zeros(5, int), keep, shape) == []
+    ends = np.array([[0, 0], [0, 0], [0, 1], [0, 1], [0, 2]])
+    assert flaws(right, ends, keep, shape) == []
     for place, value, flaw in (((1, 0), 3, "do not visit"), ((0, 2), 1, "for FULL"), ((0, 1), 4, "follow each other")):
         wrong = right.copy()
         wrong[place] = value
-        assert any(flaw in line for line in flaws(wrong, np.zeros(5, int), keep, shape))
-    assert any("follow each other" in line for line in flaws(right, np.ones(5, int), keep, shape))
+        assert any(flaw in line for line in flaws(wrong, ends, keep, shape))
+    for step in ([1, 0], [0, 1]):
+        assert any("follow each other" in line for line in flaws(right, ends + step, keep, shape))
 
 
 BANDS = [
@@ -136,45 +134,46 @@ def test_counted_visits(walk: Any, n: int, s: int, left: int, right: int, block:
     shape = TileShape(block, BLOCK_N)
     i, j = np.arange(n)[:, None], np.arange(s)[None, :]
     keep = (j >= i + left) & (j < i + right)
-    C, mask = SimpleNamespace(MASK="BAND", M=block, N=BLOCK_N), (0, 0, left, right, 0, 0)
     rows, keys = -(-n // block), -(-s // BLOCK_N)
+    C, mask = SimpleNamespace(MASK="BAND", M=block, N=BLOCK_N), (0, 0, left, right, 0, 0, keys)
     visits = np.array([walk.visits_of(key, mask, n, s, C) for key in range(keys)])
-    first = np.array([-walk.rank(row, 0, mask, C) for row in range(rows)])
-    assert flaws(visits, first, keep, shape) == []
+    ends = np.array([(-walk.rank(row, 0, mask, 0, C), walk.rank(row, 0, mask, 1, C)) for row in range(rows)])
+    assert flaws(visits, ends, keep, shape) == []
 
 
 @pytest.mark.parametrize("n, s", ((211, 333), (128, 256), (1, 1)))
 def test_all_visits_without_a_mask(walk: Any, n: int, s: int) -> None:
     C, rows = SimpleNamespace(MASK="NONE", M=64, N=BLOCK_N), -(-n // 64)
     for key in range(-(-s // BLOCK_N)):
-        lo, hi, full_lo, full_hi = walk.visits_of(key, (0,) * 6, n, s, C)
+        mask = (0, 0, 0, 0, 0, 0, -(-s // BLOCK_N))
+        lo, hi, full_lo, full_hi = walk.visits_of(key, mask, n, s, C)
         assert (lo, hi) == (0, rows)
         ends = (key + 1) * BLOCK_N > s
         assert full_hi - full_lo == (0 if ends else n // 64)  # the last keys, and the last rows, are looked at
-        assert [walk.rank(row, key, (0,) * 6, C) for row in range(rows)] == [key] * rows
+        for up, order in ((0, key), (1, mask[6] - 1 - key)):
+            assert [walk.rank(row, key, mask, up, C) for row in range(rows)] == [order] * rows
 
 
-@pytest.mark.parametrize("heads, blocks, span", ((6, 5, 4), (1, 7, 1), (8, 3, 8), (5, 1, 2)))
+@pytest.mark.parametrize("heads, blocks, span", ((6, 5, 4), (1, 7, 1), (8, 3, 8), (5, 1, 2), (6, 4, 2)))
 def test_nobody_waits_for_a_later_program(walk: Any, heads: int, blocks: int, span: int) -> None:
     places = [walk.place_of(pid, heads, blocks, span) for pid in range(heads * blocks)]
-    assert sorted(places) == [(head, block) for head in range(heads) for block in range(blocks)]
+    assert sorted(place[:2] for place in places) == [(head, block) for head in range(heads) for block in range(blocks)]
     for head in range(heads):
-        assert [block for at, block in places if at == head] == list(range(blocks))
+        mine, (up,) = [block for at, block, _ in places if at == head], {up for at, _, up in places if at == head}
+        assert mine == (list(range(blocks))[::-1] if up else list(range(blocks)))
+        sections = -(-heads // span)
+        assert up == (sections - head // span + 1) % 2  # in turn, and the last one down
 
 
-def test_rows_pass_from_the_last_to_the_first_for_each_head(walk: Any) -> None:
-    class Block(int):
-        def __eq__(self, other: object) -> Any:
-            return Flag(int(self) == int(other))  # type: ignore[call-overload]
-
-        __hash__ = int.__hash__
-
-    m, head, passed = Block(4), 6, []
+@pytest.mark.parametrize("up", [0, 1])
+def test_rows_pass_in_order_with_all_heads(walk: Any, up: int) -> None:
+    visits, passed = (2, 5, 0, 0, up, 6, 2), []
+    m, head = walk.beginning(visits)
     for _ in range(6):
-        passed.append((int(m), head))
-        m, head = walk.following(m, head, (2, 5, 0, 0))
-        m = Block(m)
-    assert passed == [(4, 6), (3, 6), (2, 6), (4, 7), (3, 7), (2, 7)]
+        passed.append((m, head))
+        m, head = walk.following(m, head, visits)
+    rows = (2, 3, 4) if up else (4, 3, 2)
+    assert passed == [(row, head) for row in rows for head in (6, 7)]
 
 
 # ---- before and after the main kernel
@@ -291,7 +290,7 @@ def test_gradients_of_slopes_are_made_by_triton(launched: list[tuple[str, Any]],
     assert launched[1][1] == Variant(64, 64, "NONE", PLAIN=False, ALIBI=True)
 
 
-@pytest.mark.parametrize("sizes, span", (((1, 16384, 16, 128), 8), ((16, 1024, 16, 128), 32), ((1, 300, 4, 64), 8)))
+@pytest.mark.parametrize("sizes, span", (((1, 16384, 16, 128), 8), ((16, 1024, 16, 128), 32), ((1, 300, 4, 64), 2)))
 def test_heads_that_go_together(sizes: tuple[int, int, int, int], span: int) -> None:
     b, n, g, width = sizes
     p = SimpleNamespace(b=b, n=n, g=g, group=1, itemsize=2)

@@ -74,6 +74,13 @@ def test_gradients(one: Case) -> None:
     assert {"dq", "dk", "dv"} <= {result.quantity for result in results}
 
 
+@pytest.mark.parametrize("one", CASES[3:10], ids=lambda one: f"{one.name} {one.d}")
+def test_gradients_of_heads_that_go_up(one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_pass, "span", lambda problem, C: 1)
+    grouped = replace(one, h=6, g=3 if one.b == 1 else 2)
+    assert [result for result in testing.check(grouped, "bfloat16", "hopper") if not result.ok] == []
+
+
 def test_gradients_in_half_precision() -> None:
     assert all(result.ok for result in testing.check(replace(CASES[1], name="half"), "float16", "hopper"))
 
@@ -111,7 +118,7 @@ def test_a_carrier_that_comes_too_early_is_found(monkeypatch: pytest.MonkeyPatch
     from tilewise.backends.hopper import backward_walk
 
     right = backward_walk.rank.fn
-    monkeypatch.setattr(backward_walk.rank, "fn", lambda m, block, mask, C: right(m, block, mask, C) + 1)
+    monkeypatch.setattr(backward_walk.rank, "fn", lambda *given: right(*given) + 1)
     with mock.patch.object(emulator, "PATIENCE_S", 1.0):
         [result] = testing.check(CASES[3], "bfloat16", "hopper")
     assert "waits for a later one" in result.detail

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_variant as sizes
-from .backward_walk import HALF, following, rank, shown
+from .backward_walk import HALF, beginning, following, rank, shown
 from .channel import WARP, WARPGROUP, arrived, claim, release, send, send_to, tile
 from .inline import agree, anew, await_count, count_up, lower_flag, meet, note, settle, signal
 from .layouts import halves, joined, of_columns, of_operand, of_rows, of_sums, pieces
@@ -51,11 +51,11 @@ def bring(descriptors, stats, rings, whose, visits, total, C: gl.constexpr):
     """k and v once, then q, do, lse and delta of each step."""
     q, k, v, do = descriptors
     rows, keys, beside = rings
-    b, key_head, block, first_head, h = whose
+    b, key_head, block, h = whose
     claim(keys, 0, C.KEYS)
     send(keys, k, b, key_head, block * C.N, 0, 0, C.KEYS)
     send(keys, v, b, key_head, block * C.N, 0, 1, C.KEYS)
-    m, head = visits[1] - 1, first_head
+    m, head = beginning(visits)
     for at in range(total):
         claim(rows, at, C.ROWS)
         send(rows, q, b, head, m * C.M, at, 0, C.ROWS)
@@ -74,14 +74,14 @@ def carry(sums, out, counts, staged, rows, whose, mask, visits, total, blocks, M
     """Add each step's part of dq to memory once all programs of lower keys have; the first of them stores. Then 64 rows of dk
     and dv. Where a part has arrived is told a step later, so that nobody waits for the way there."""
     pieces, taken = staged
-    b, key_head, block, first_head, h = whose
+    b, key_head, block, h = whose
     mine = pieces.index(MINE)
-    m, head = visits[1] - 1, first_head
+    m, head = beginning(visits)
     before = counts
     for at in range(total):
         place = [b * h + head, m, MINE * C.PIECE, 0]
         count = counts + ((b * h + head) * blocks + m) * 2 + MINE
-        turn = rank(m, block, mask, C)
+        turn = rank(m, block, mask, visits[4], C)
         await_count(count, turn)
         meet(C.LEFT + MINE, WARPGROUP + WARP)
         if turn == 0:
@@ -234,12 +234,12 @@ def dq_of(rings, exchange, at, MINE: gl.constexpr, C: gl.constexpr):
 def multiply(rings, exchange, staged, out, whose, score, mask, visits, total, n, s, scale, MINE: gl.constexpr, C: gl.constexpr):
     """dk and dv of 64 keys, and half the columns of every step's dq."""
     rows, keys, _ = rings
-    _, block, first_head = whose
+    _, block = whose
     D: gl.constexpr = of_operand(C.WIDTH)
     zero = gl.zeros([HALF, C.WIDTH], gl.float32, of_sums(C.WIDTH))
     arrived(keys, 0, C.KEYS)
     arrived(rows, 0, C.ROWS)
-    m, head = visits[1] - 1, first_head
+    m, head = beginning(visits)
     p, ds = step(rings, 0, m, head, block, score, mask, visits, n, s, MINE, C)
     put(ds, exchange, 0, MINE, C)
     tell(0, MINE, C)
@@ -273,7 +273,7 @@ def finish(dk, dv, scale, rows, out, whose, s, MINE: gl.constexpr, C: gl.constex
     """dk and dv to memory, or to the shared memory that q and do no longer need, from where they are carried away; and a note
     where they hold what is not finite."""
     dk_ptr, dv_ptr, notes, d, e, g = out
-    at, block, _ = whose
+    at, block = whose
     if C.MASK != "NONE":
         lower_flag(MINE)
         note(gl.sum(dk - dk, 1) + gl.sum(dv - dv, 1), 0, MINE, 2)
@@ -310,7 +310,7 @@ def write(ptr, x, b, key_head, row, first, s, g, columns, WIDTH: gl.constexpr):
 def clear(out, whose, at, s, C: gl.constexpr):
     """dk and dv of keys that no row sees."""
     dk_ptr, dv_ptr, notes, d, e, g = out
-    b, key_head, block, _, _ = whose
+    b, key_head, block, _ = whose
     zero = gl.zeros([HALF, C.WIDTH], dk_ptr.dtype.element_ty, of_sums(C.WIDTH))
     HALVES: gl.constexpr = C.N // HALF
     for half in gl.static_range(HALVES):

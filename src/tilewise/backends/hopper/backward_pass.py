@@ -180,6 +180,6 @@ def score(at: Stage) -> tuple[Any, ...]:
 
 
 def span(problem: Problem, C: Variant) -> int:
-    """Heads whose blocks of keys ascend together: as many as stay in a GPU's L2, so that few programs wait for each other."""
+    """Heads of a section: as many as stay in a GPU's L2, and no more than half of all (see `backward_walk`)."""
     p = problem
-    return min(p.b * p.g, max(FEWEST, ROOM // (p.n * p.group * C.WIDTH * (2 * p.itemsize + 4))))
+    return min(-(-p.b * p.g // 2), max(FEWEST, ROOM // (p.n * p.group * C.WIDTH * (2 * p.itemsize + 4))))

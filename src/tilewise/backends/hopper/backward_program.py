@@ -37,20 +37,21 @@ def backward_kernel(
     if C.MASK != "NONE":
         declare_flag(0)
         declare_flag(1)
-    at, block = place_of(gl.program_id(0), heads, keys, span)
+    at, block, up = place_of(gl.program_id(0), heads, keys, span)
     b, key_head = at // g, at % g
     group = h // g
-    whose = (b, key_head, block, key_head * group, h)
+    whose = (b, key_head, block, h)
     if C.MASK == "ROWS":
-        mask = (first_ptr + b * row_b, past_ptr + b * row_b, 0, 0, visits_ptr + b * visits_b, seen_ptr + b * seen_b)
+        mask = (first_ptr + b * row_b, past_ptr + b * row_b, 0, 0, visits_ptr + b * visits_b, seen_ptr + b * seen_b, keys)
     else:
-        mask = (0, 0, left, right, 0, 0)
+        mask = (0, 0, left, right, 0, 0, keys)
     if C.ALIBI:
         score = (scale * LOG2_E, cap * LOG2_E, slope_ptr + b * slope_b, ahead)
     else:
         score = (scale * LOG2_E, cap * LOG2_E, 0, 0)
-    visits = visits_of(block, mask, n, s, C)
-    total = (visits[1] - visits[0]) * group
+    lo, hi, full_lo, full_hi = visits_of(block, mask, n, s, C)
+    visits = (lo, hi, full_lo, full_hi, up, key_head * group, group)
+    total = (hi - lo) * group
     out = (dk_ptr, dv_ptr, notes_ptr, d, e, g)
     if total == 0:
         narrow.clear(out, whose, at, s, C)
@@ -61,7 +62,7 @@ def backward_kernel(
         taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for one in gl.static_range(2):
             mbarrier.init(taken.index(one), count=1)
-        kept, staged, mine = (own, own_full), (pieces, taken), (at, block, key_head * group)
+        kept, staged, mine = (own, own_full), (pieces, taken), (at, block)
         given, leaves, many = (q_desc, k_desc, v_desc, do_desc), (dk_desc, dv_desc), gl.cdiv(n, C.M)
         if C.WIDTH == 256:
             q, q_full = open_ring(q_desc.dtype, C.Q)

@@ -1,10 +1,16 @@
 """Which query rows see the keys of a program, in blocks, and in which order: names as in `backward_kernel`. A program walks
-its blocks of query rows from the last to the first, for each query head of its group in turn; and blocks of dq are added to
-by programs of ascending keys. Then whoever comes next to a block finds it just left, whether a mask is causal, a window or
-none.
+its blocks of query rows, in each for all query heads of its group; and whoever adds to a block of dq comes there in the order
+in which programs start, so that nobody waits for one that has not begun.
 
-    mask    (first, past, left, right, visits, seen_from)      rows r see keys [first[r], past[r]), or [r + left, r + right)
-    visits  (lo, hi, full_lo, full_hi)                         blocks [lo, hi), of which [full_lo, full_hi) hide nothing"""
+Up: blocks of keys start from the last, and walk rows from the first that sees them. Under a causal mask all of them add
+somewhere else at any time, and nobody waits at all; but those with most to do start last. Down: blocks of keys start from the
+first, and walk rows from the last; who has most to do starts first, but waits where many start together. So sections of heads
+go up and down in turn, and the last one down: one that ends with long programs is followed by one that begins with them.
+
+    mask    (first, past, left, right, visits, seen, keys)     rows r see keys [first[r], past[r]), or [r + left, r + right);
+                                                               `keys` blocks of keys
+    visits  (lo, hi, full_lo, full_hi, up, head, group)        blocks [lo, hi), of which [full_lo, full_hi) hide nothing, of
+                                                               heads from `head` on"""
 
 # Kernels are in Gluon's language, not Python's:
 # pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
@@ -27,18 +33,18 @@ NEVER = gl.constexpr(2**31 - 1)
 
 @gluon.jit
 def place_of(pid, heads, blocks, span):
-    """(head, block of keys) of a program: blocks ascend together for `span` heads at a time, so that few programs wait for each
-    other at first and none waits for one that has not begun."""
-    first = pid // (span * blocks) * span
-    width = gl.minimum(span, heads - first)
-    rest = pid % (span * blocks)
-    return first + rest % width, rest // width
+    """(head, block of keys, up: 0 or 1) of a program: `span` heads are a section, whose blocks start together."""
+    section, rest = pid // (span * blocks), pid % (span * blocks)
+    up = (gl.cdiv(heads, span) - section + 1) % 2
+    width = gl.minimum(span, heads - section * span)
+    block = rest // width
+    return section * span + rest % width, gl.where(up == 1, blocks - 1 - block, block), up
 
 
 @gluon.jit
 def visits_of(block, mask, n, s, C: gl.constexpr):
     """The blocks of query rows that see a block of keys. One that ends past the last key hides something from all of them."""
-    _, _, left, right, visits, _ = mask
+    _, _, left, right, visits, _, _ = mask
     last = gl.cdiv(n, C.M)
     if C.MASK == "NONE":
         lo, hi, full_lo, full_hi = last * 0, last, last * 0, n // C.M
@@ -56,23 +62,31 @@ def visits_of(block, mask, n, s, C: gl.constexpr):
 
 
 @gluon.jit
-def rank(m, block, mask, C: gl.constexpr):
-    """How many blocks of keys before this one are seen from block m of query rows: theirs follow each other."""
-    _, _, left, _, _, seen_from = mask
+def rank(m, block, mask, up, C: gl.constexpr):
+    """How many blocks of keys come to block m of query rows before this one. Those that come there follow each other."""
+    _, _, left, right, _, seen, keys = mask
     if C.MASK == "NONE":
-        before = block
+        first, last = keys * 0, keys - 1
     elif C.MASK == "BAND":
-        before = block - gl.maximum(m * C.M + left, 0) // C.N
+        first = gl.maximum(m * C.M + left, 0) // C.N
+        last = gl.minimum(gl.maximum((m + 1) * C.M - 2 + right, 0) // C.N, keys - 1)
     else:
-        before = block - gl.load(seen_from + m)
-    return before
+        first, last = gl.load(seen + m * 2), gl.load(seen + m * 2 + 1)
+    return gl.where(up == 1, last - block, block - first)
+
+
+@gluon.jit
+def beginning(visits):
+    """The block of query rows and the query head of a program's first step."""
+    return gl.where(visits[4] == 1, visits[0], visits[1] - 1), visits[5]
 
 
 @gluon.jit
 def following(m, head, visits):
-    """The block and the query head after block m of a head."""
-    again = m == visits[0]
-    return gl.where(again, visits[1] - 1, m - 1), head + again.to(gl.int32)
+    """Those of the step after block m of a head: the next head, or the first one and the next block."""
+    _, _, _, _, up, first, group = visits
+    last = head == first + group - 1
+    return gl.where(last, gl.where(up == 1, m + 1, m - 1), m), gl.where(last, first, head + 1)
 
 
 @gluon.jit
@@ -87,7 +101,7 @@ def gap(ahead, MINE: gl.constexpr, C: gl.constexpr):
 def shown(m, block, mask, n, s, MINE: gl.constexpr, C: gl.constexpr):
     """Which pairs of a warpgroup's tile are seen. (Rows past the last one have weights of 0 by their lse, unless a key holds
     what is not finite: then a block that hides nothing else has to look, and others are noted and mended.)"""
-    first, past, left, right, _, _ = mask
+    first, past, left, right, _, _, _ = mask
     j = anew() + block * C.N + MINE * HALF + gl.arange(0, HALF, of_rows(C.M))
     if C.MASK == "ROWS":
         i = m * C.M + gl.arange(0, C.M, of_columns(C.M))

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .backward_kernel import BOTH, PART, logits, write
-from .backward_walk import HALF, following, rank, shown
+from .backward_walk import HALF, beginning, following, rank, shown
 from .channel import WARP, WARPGROUP, arrived, claim, release, send, send_to, tile
 from .inline import agree, anew, await_count, count_up, lower_flag, meet, note, settle, signal
 from .layouts import in_memory, of_columns, of_operand, of_sums, pieces
@@ -39,11 +39,11 @@ def bring(descriptors, stats, rings, whose, visits, total, C: gl.constexpr):
     """k and v once, then q and lse, do and delta of each step."""
     q_desc, k_desc, v_desc, do_desc = descriptors
     q, do, keys, beside = rings
-    b, key_head, block, first_head, h = whose
+    b, key_head, block, h = whose
     claim(keys, 0, C.KEYS)
     send(keys, k_desc, b, key_head, block * C.N, 0, 0, C.KEYS)
     send(keys, v_desc, b, key_head, block * C.N, 0, 1, C.KEYS)
-    m, head = visits[1] - 1, first_head
+    m, head = beginning(visits)
     for at in range(total):
         claim(q, at, C.Q)
         send(q, q_desc, b, head, m * C.M, at, 0, C.Q)
@@ -58,13 +58,13 @@ def bring(descriptors, stats, rings, whose, visits, total, C: gl.constexpr):
 def carry(sums, out, counts, staged, q, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
     """Add each step's half of dq to memory in two pieces; then half of dk and dv. See `backward_kernel.carry`."""
     room, taken = staged
-    b, key_head, block, first_head, h = whose
+    b, key_head, block, h = whose
     mine = room.index(MINE)
-    m, head = visits[1] - 1, first_head
+    m, head = beginning(visits)
     before = counts
     for at in range(total):
         count = counts + ((b * h + head) * blocks + m) * 2 + MINE
-        turn = rank(m, block, mask, C)
+        turn = rank(m, block, mask, visits[4], C)
         await_count(count, turn)
         for piece in gl.static_range(2):
             place = [b * h + head, m, (MINE * 2 + piece) * C.PIECE, 0]
@@ -141,12 +141,12 @@ def end_step(dv, dk, rings, exchange, staged, at, MINE: gl.constexpr, C: gl.cons
 def first(rings, exchange, staged, out, whose, score, mask, visits, total, n, s, scale, C: gl.constexpr):
     """The warpgroup that makes p."""
     q, do, keys, beside = rings
-    _, block, first_head = whose
+    _, block = whose
     dv = gl.zeros([HALF, OWN], gl.float32, of_sums(OWN))
     dk = gl.zeros([HALF, OWN], gl.float32, of_sums(OWN))
     zero = gl.zeros([HALF, C.M], gl.float32, of_sums(C.M))
     arrived(keys, 0, C.KEYS)
-    m, head = visits[1] - 1, first_head
+    m, head = beginning(visits)
     for at in range(total):
         arrived(q, at, C.Q)
         x = warpgroup_mma(tile(keys, 0, 0, C.KEYS), tile(q, at, 0, C.Q).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -216,7 +216,7 @@ def second(rings, exchange, staged, out, whose, score, mask, visits, total, n, s
 def finish(dk, dv, scale, q, out, whose, staged, total, s, MINE: gl.constexpr, C: gl.constexpr):
     """Half the columns of dk and dv to memory, or to where they are carried away from; and a note where they are not finite."""
     dk_ptr, dv_ptr, notes, d, e, g = out
-    at, block, _ = whose
+    at, block = whose
     mbarrier.wait(staged[1].index(MINE), 1)  # both pieces of the last step have been taken
     if C.MASK == "NONE":
         meet(C.MET, BOTH)  # the other warpgroup is done with shared memory, too

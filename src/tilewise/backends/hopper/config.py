@@ -65,9 +65,8 @@ FORWARD = {
 }
 """By the columns of the wider of q and v, padded."""
 
-SHORT = {64: 4096, 128: 1024, 256: 0}
-"""Query rows, by columns, up to which programs stay under a band and go from block to block: longer blocks differ too much in
-length for a fixed order."""
+SHORT = 1024
+"""Query rows up to which narrow heads have two warpgroups: a third makes blocks so long that few fit."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +106,19 @@ def configure(problem: Problem) -> Config:
 
 
 def forward_of(problem: Problem) -> Forward:
-    """The sizes of the forward pass. Narrow heads whose logits are capped or have something added leave out the third
-    warpgroup, for it has not the registers."""
-    p, columns = problem, max(padded(problem.d), padded(problem.e))
-    sizes = FORWARD[columns]
-    if columns == 64 and (p.score.alibi is not None or p.score.softcap is not None):
-        sizes = replace(sizes, groups=2, turns=False)
-    band = band_of(p)
-    fixed = not p.deterministic and (kind_of(p) == "NONE" or (band is not None and shows(band, p, sizes)))
-    stay = kind_of(p) == "NONE" or (band is not None and p.n <= SHORT[columns])
-    if stay and columns < 256:
+    """The sizes of the forward pass. Programs stay where it is known beforehand how long blocks are. Narrow heads whose logits
+    are capped or have something added leave out the third warpgroup, for it has not the registers; so do short ones."""
+    p, columns, band = problem, max(padded(problem.d), padded(problem.e)), band_of(problem)
+    sizes, all_seen = FORWARD[columns], kind_of(problem) == "NONE"
+    plain = p.score.alibi is None and p.score.softcap is None
+    if columns == 64 and not (plain and p.n > SHORT):
+        sizes = replace(sizes, groups=2, turns=plain)
+    if not (all_seen or band is not None):
+        return sizes
+    if columns < 256:
         sizes = replace(sizes, apart=True, ahead=2)
-    return replace(sizes, persistent=stay, fixed=fixed and (stay or columns == 64))
+    fixed = all_seen or (columns != 128 and band is not None and shows(band, p, sizes))
+    return replace(sizes, persistent=True, fixed=fixed and not p.deterministic)
 
 
 def band_of(problem: Problem) -> tuple[int, int] | None:

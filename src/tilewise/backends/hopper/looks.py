@@ -66,8 +66,8 @@ def visits_of_keys(problem: Problem, sight: Sight, config: Config, shape: TileSh
 
 def survey_keys(sight: Sight, s: int, shape: TileShape) -> tuple[Tensor, Tensor]:
     """(lo, hi, full_lo, full_hi) of each block of keys, int32 "b key-blocks 4": some row of blocks lo to hi sees some of
-    them, and all rows of blocks full_lo to full_hi see all. And for each block of rows the first block of keys that visits
-    it, "b row-blocks".
+    them, and all rows of blocks full_lo to full_hi see all. And for each block of rows the first and the last block of keys
+    that visits it, "b row-blocks 2".
 
     lo and hi never decrease, so that the blocks of keys which visit a block of rows follow each other. Most masks are so; for
     others it means that some blocks are visited in vain."""
@@ -86,5 +86,6 @@ def survey_keys(sight: Sight, s: int, shape: TileShape) -> tuple[Tensor, Tensor]
     full_lo, full_hi = torch.where(every, index, rows).amin(-1), torch.where(every, index + 1, 0).amax(-1)
     run = every.sum(-1) == full_hi - full_lo
     visits = torch.stack([lo, hi, full_lo.where(run, lo), full_hi.where(run, lo)], -1)
-    seen_from = torch.searchsorted(hi, index.expand(len(hi), rows).contiguous(), right=True)
-    return visits.to(torch.int32).contiguous(), seen_from.to(torch.int32).contiguous()
+    index = index.expand(len(hi), rows).contiguous()
+    seen = torch.stack([torch.searchsorted(hi, index, right=True), torch.searchsorted(lo, index, right=True) - 1], -1)
+    return visits.to(torch.int32).contiguous(), seen.to(torch.int32).contiguous()
