@@ -187,12 +187,25 @@ def leave(dq, staged, at, MINE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def own(C: gl.constexpr):
+    """The place of k among a program's own tiles: 0. Where registers are few, what products need to find them is better made
+    in each step than kept in local memory."""
+    if C.WIDTH > HALF:
+        first = anew()
+    else:
+        first = 0
+    return first
+
+
+@gluon.jit
 def step(rings, at, m, head, block, score, mask, visits, n, s, MINE: gl.constexpr, C: gl.constexpr):
     """p and ds of a step, in the dtype of products; p ready to be a left operand."""
     rows, keys, beside = rings
     D: gl.constexpr = of_operand(C.WIDTH)
     zero = gl.zeros([HALF, C.M], gl.float32, of_sums(C.M))
-    k, v = tile(keys, 0, 0, C.KEYS).slice(MINE * HALF, HALF, 0), tile(keys, 0, 1, C.KEYS).slice(MINE * HALF, HALF, 0)
+    first = own(C)
+    k, v = (tile(keys, 0, first, C.KEYS), tile(keys, 0, first + 1, C.KEYS))
+    k, v = k.slice(MINE * HALF, HALF, 0), v.slice(MINE * HALF, HALF, 0)
     q, do = tile(rows, at, 0, C.ROWS), tile(rows, at, 1, C.ROWS)
     x = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -221,7 +234,7 @@ def step(rings, at, m, head, block, score, mask, visits, n, s, MINE: gl.constexp
 def dq_of(rings, exchange, at, MINE: gl.constexpr, C: gl.constexpr):
     """This warpgroup's part of dq of a step, under way: half the columns of 64 rows, or all of half of 128."""
     meet(C.MET + (at & 1) * 2 + 1 - MINE, BOTH)
-    k, ds = tile(rings[1], 0, 0, C.KEYS), exchange.index(at & 1).reshape([C.N, C.M])
+    k, ds = tile(rings[1], 0, anew(), C.KEYS), exchange.index(at & 1).reshape([C.N, C.M])
     if C.SPLIT:
         k = k.slice(MINE * C.COLUMNS, C.COLUMNS, 1)
     else:

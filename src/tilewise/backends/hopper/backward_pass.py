@@ -36,9 +36,6 @@ NARROW = 128
 ROOM = 32 * 2**20
 """Bytes of L2 for what heads that go together read and add to."""
 
-FEWEST = 8
-"""Heads that go together at least: with fewer, programs of a head wait long for each other at first."""
-
 
 class Stage(NamedTuple):
     """One call's tensors, q, k, v, o and do in a form that descriptors can read."""
@@ -129,12 +126,12 @@ def dk_dv(at: Stage, C: Variant, stats: Tensor, sums: Tensor, counts: Tensor) ->
     if C.MASK != "NONE":
         notes = tape.room("keys' notes", (p.b * p.g * blocks(p.s, PART),), torch.int8, at.do)
     lines = stats.view(2, p.b * p.h, -1, C.M).transpose(1, 2)
-    keys, heads = blocks(p.s, C.N), p.b * p.g
+    keys, heads, many = blocks(p.s, C.N), p.b * p.g, span(p, C)
     leave = (None, None) if p.wide else (tiles(dk, PART, C.LEAVES), tiles(dv, PART, C.LEAVES))
     args = (
         tiles(x.q, C.M, C.WIDTH), tiles(x.k, C.N, C.WIDTH), tiles(x.v, C.N, C.WIDTH), tiles(at.do, C.M, C.WIDTH),
         tiles(lines, 1, C.M).moved(stats), tiles(sums.transpose(1, 2), C.PIECE, 32).moved(sums), *leave,
-        dk, dv, counts, notes, *mask(at, C), *score(at), p.n, p.s, p.h, p.g, p.d, p.e, heads, keys, span(p, C),
+        dk, dv, counts, notes, *mask(at, C), *score(at), p.n, p.s, p.h, p.g, p.d, p.e, heads, keys, many, blocks(heads, many),
     )  # fmt: skip
     kinds = (x.q.dtype, None if x.alibi is None else x.alibi.dtype)
     launch(backward_kernel, heads * keys, args, C, REGISTERS, kinds, tape)
@@ -182,4 +179,4 @@ def score(at: Stage) -> tuple[Any, ...]:
 def span(problem: Problem, C: Variant) -> int:
     """Heads of a section: as many as stay in a GPU's L2, and no more than half of all (see `backward_walk`)."""
     p = problem
-    return min(-(-p.b * p.g // 2), max(FEWEST, ROOM // (p.n * p.group * C.WIDTH * (2 * p.itemsize + 4))))
+    return min(blocks(p.b * p.g, 2), max(1, ROOM // (p.n * p.group * C.WIDTH * (2 * p.itemsize + 4))))

@@ -32,10 +32,11 @@ NEVER = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
-def place_of(pid, heads, blocks, span):
-    """(head, block of keys, up: 0 or 1) of a program: `span` heads are a section, whose blocks start together."""
+def place_of(pid, heads, blocks, span, sections):
+    """(head, block of keys, up: 0 or 1) of a program: `span` heads are a section, whose blocks start together. `sections`, how
+    many they are, is given: with one more division ptxas keeps no address of the loops in a register."""
     section, rest = pid // (span * blocks), pid % (span * blocks)
-    up = (gl.cdiv(heads, span) - section + 1) % 2
+    up = (sections - section + 1) & 1
     width = gl.minimum(span, heads - section * span)
     block = rest // width
     return section * span + rest % width, gl.where(up == 1, blocks - 1 - block, block), up

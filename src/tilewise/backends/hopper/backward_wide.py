@@ -116,7 +116,7 @@ def stat(beside, at, C: gl.constexpr):
 @gluon.jit
 def piece_of(rings, exchange, PIECE: gl.constexpr, C: gl.constexpr):
     """One piece of dq of a step, under way."""
-    k = tile(rings[2], 0, 0, C.KEYS).slice(PIECE * C.COLUMNS, C.COLUMNS, 1)
+    k = tile(rings[2], 0, anew(), C.KEYS).slice(PIECE * C.COLUMNS, C.COLUMNS, 1)
     zero = gl.zeros([PART, C.COLUMNS], gl.float32, of_sums(C.COLUMNS))
     ds = exchange.index(1).reshape([C.N, C.M]).permute((1, 0))
     return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
@@ -149,7 +149,9 @@ def first(rings, exchange, staged, out, whose, score, mask, visits, total, n, s,
     m, head = beginning(visits)
     for at in range(total):
         arrived(q, at, C.Q)
-        x = warpgroup_mma(tile(keys, 0, 0, C.KEYS), tile(q, at, 0, C.Q).permute((1, 0)), zero, use_acc=False, is_async=True)
+        x = warpgroup_mma(
+            tile(keys, 0, anew(), C.KEYS), tile(q, at, 0, C.Q).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         x = warpgroup_mma_wait(0, deps=[x])
         unit, slack = score[0], x
         if not C.PLAIN:
@@ -186,7 +188,9 @@ def second(rings, exchange, staged, out, whose, score, mask, visits, total, n, s
     arrived(keys, 0, C.KEYS)
     for at in range(total):
         arrived(do, at, C.DO)
-        dp = warpgroup_mma(tile(keys, 0, 1, C.KEYS), tile(do, at, 0, C.DO).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(
+            tile(keys, 0, anew() + 1, C.KEYS), tile(do, at, 0, C.DO).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         dp = warpgroup_mma_wait(0, deps=[dp])
         dp -= stat(beside, C.Q.STAGES, C)
         meet(C.MET, BOTH)

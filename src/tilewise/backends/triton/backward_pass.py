@@ -25,6 +25,7 @@ from .dbias import bias_gradient
 from .launch import launch, rows
 from .sizes import Launch
 from .steps import (
+    LOOK,
     block_of_rows,
     broken,
     distance,
@@ -37,6 +38,7 @@ from .steps import (
     product,
     recompute,
     scaled,
+    some_noted,
     store,
     weigh,
     zeros,
@@ -259,10 +261,14 @@ def dq_kernel(
     slabs, stats, out = ((q0, q1), (k0, k1), (v0, v1), (do0, do1)), (stats_ptr, padded, b * h), (dq_ptr, dslope_ptr, broken_ptr)
     blocks, pid = tl.cdiv(n, C.BLOCK_M), tl.program_id(0)
     if C.CAREFUL:
-        for one in range(pid, b * h * blocks, tl.num_programs(0)):
-            at, block = one // blocks, one % blocks
-            if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
-                dq_block(at, block, slabs, stats, out, given, lists, sizes, C)
+        parts, each = C.NOTED // C.BLOCK_M, tl.cdiv(n, C.NOTED)
+        notes = b * h * each
+        for first in range(pid * LOOK, notes, tl.num_programs(0) * LOOK):
+            if some_noted(broken_ptr, first, notes):
+                for one in range(first * parts, tl.minimum(first + LOOK, notes) * parts):
+                    at, block = one // (each * parts), one % (each * parts)
+                    if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
+                        dq_block(at, block, slabs, stats, out, given, lists, sizes, C)
     else:
         dq_block(pid // blocks, blocks - 1 - pid % blocks, slabs, stats, out, given, lists, sizes, C)
 
@@ -343,9 +349,13 @@ def dk_dv_kernel(
     slabs, stats, out = ((q0, q1), (k0, k1), (v0, v1), (do0, do1)), (stats_ptr, padded, b * h), (dk_ptr, dv_ptr, broken_ptr)
     blocks, pid = tl.cdiv(s, C.BLOCK_N), tl.program_id(0)
     if C.CAREFUL:
-        for one in range(pid, b * (h // group) * blocks, tl.num_programs(0)):
-            at, block = one // blocks, one % blocks
-            if noted(broken_ptr, at, block, s, C.BLOCK_N, C):
-                dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C)
+        parts, each = C.NOTED // C.BLOCK_N, tl.cdiv(s, C.NOTED)
+        notes = b * (h // group) * each
+        for first in range(pid * LOOK, notes, tl.num_programs(0) * LOOK):
+            if some_noted(broken_ptr, first, notes):
+                for one in range(first * parts, tl.minimum(first + LOOK, notes) * parts):
+                    at, block = one // (each * parts), one % (each * parts)
+                    if noted(broken_ptr, at, block, s, C.BLOCK_N, C):
+                        dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C)
     else:
         dk_dv_block(pid // blocks, pid % blocks, slabs, stats, out, given, lists, sizes, C)

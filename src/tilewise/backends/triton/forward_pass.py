@@ -19,6 +19,7 @@ from .call import Call
 from .config import Config
 from .launch import launch, rows
 from .steps import (
+    LOOK,
     absorb,
     absorb_sink,
     block_of_rows,
@@ -32,6 +33,7 @@ from .steps import (
     noted,
     product,
     scaled,
+    some_noted,
     store,
     unit_of,
     weigh,
@@ -136,9 +138,13 @@ def forward_kernel(
     slabs, out = ((q0, q1), (k0, k1), (v0, v1)), (o_ptr, lse_ptr, broken_ptr)
     blocks, pid = tl.cdiv(n, C.BLOCK_M), tl.program_id(0)
     if C.CAREFUL:
-        for one in range(pid, b * h * blocks, tl.num_programs(0)):
-            at, block = one // blocks, one % blocks
-            if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
-                o_block(at, block, slabs, out, sink_ptr, given, lists, sizes, C)
+        parts, each = C.NOTED // C.BLOCK_M, tl.cdiv(n, C.NOTED)
+        notes = b * h * each
+        for first in range(pid * LOOK, notes, tl.num_programs(0) * LOOK):
+            if some_noted(broken_ptr, first, notes):
+                for one in range(first * parts, tl.minimum(first + LOOK, notes) * parts):
+                    at, block = one // (each * parts), one % (each * parts)
+                    if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
+                        o_block(at, block, slabs, out, sink_ptr, given, lists, sizes, C)
     else:
         o_block(pid // blocks, blocks - 1 - pid % blocks, slabs, out, sink_ptr, given, lists, sizes, C)

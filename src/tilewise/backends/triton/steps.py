@@ -35,6 +35,9 @@ kernel = triton.jit(
 """What makes a kernel of a function. No number is specialised on, so that a new length needs no new compilation, nor is the
 alignment of arrays that others made."""
 
+LOOK = tl.constexpr(64)
+"""Blocks whose notes are looked at together."""
+
 
 # ---- rows: a tensor "b rows heads columns" is seen as "b heads rows columns" by its descriptors, one a slab
 
@@ -153,7 +156,15 @@ def note(broken_ptr, at, block, length, bad, OWN: tl.constexpr):
 @triton.jit
 def noted(broken_ptr, at, block, length, OWN: tl.constexpr, C: tl.constexpr):
     """Whether the block of C.NOTED rows was marked in which this smaller one of OWN lies."""
-    return tl.load(broken_ptr + at * tl.cdiv(length, C.NOTED) + block * OWN // C.NOTED) != 0
+    mark = tl.load(broken_ptr + at * tl.cdiv(length, C.NOTED) + block * OWN // C.NOTED)
+    return (mark != 0) & (block * OWN < length)
+
+
+@triton.jit
+def some_noted(broken_ptr, first, total):
+    """Whether any of LOOK blocks from `first` on was marked, of `total`: hardly ever, and one by one takes long to find out."""
+    i = first + tl.arange(0, LOOK)
+    return tl.max(tl.load(broken_ptr + i, mask=i < total, other=0).to(tl.int32)) != 0
 
 
 # ---- the state m, l, acc of a block of rows
