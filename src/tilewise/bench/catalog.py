@@ -101,6 +101,10 @@ GROUPS: dict[str, dict[str, Iterable[Case]]] = {
             long("packed", Options(Causal(), ragged=Ragged.from_lengths(DOCUMENTS))),
             long("grouped", Options(Causal()), 8192, h=32, g=8),
         ),
+        "groups": tuple(
+            Case(f"groups-h{h}-n{n}", TOKENS // n, n, n, h, 8, 128, 128, "bfloat16", Options(Causal()))
+            for h in (32, 64) for n in (4096, 8192)
+        ),
         "float32": tuple(
             Case(f"float32-{name}-d{d}", 1, 4096, 4096, WIDTH // d, WIDTH // d, d, d, options=Options(mask))
             for name, mask in (("full", Full()), ("causal", Causal())) for d in (64, 128)

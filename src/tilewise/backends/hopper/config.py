@@ -60,7 +60,7 @@ class Forward:
 
 FORWARD = {
     64: Forward(groups=3, block_n=128, stages=2, turns=True),
-    128: Forward(groups=2, block_n=128, stages=2),
+    128: Forward(groups=2, block_n=128, stages=2, turns=True),
     256: Forward(groups=2, block_n=64, stages=2),
 }
 """By the columns of the wider of q and v, padded."""
