@@ -71,38 +71,46 @@ def bring(descriptors, stats, rings, whose, visits, total, C: gl.constexpr):
 
 @gluon.jit
 def carry(sums, out, counts, staged, rows, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
-    """Add each step's part of dq to memory once all programs of lower keys have; the first of them stores. Then 64 rows of dk
-    and dv. Where a part has arrived is told a step later, so that nobody waits for the way there."""
-    pieces, taken = staged
-    b, key_head, block, h = whose
-    mine = pieces.index(MINE)
-    m, head = beginning(visits)
-    before = counts
-    for at in range(total):
-        place = [b * h + head, m, MINE * C.PIECE, 0]
-        count = counts + ((b * h + head) * blocks + m) * 2 + MINE
-        turn = rank(m, block, mask, visits[4], C)
-        await_count(count, turn)
-        meet(C.LEFT + MINE, WARPGROUP + WARP)
-        if turn == 0:
-            store_tile(sums, place, mine)
-        else:
-            add_tile(sums, place, mine)
-        tma.store_wait(0)
-        mbarrier.arrive(taken.index(MINE), count=1)
-        settle(1)
-        if at > 0:
-            count_up(before)
-        before = count
-        m, head = following(m, head, visits)
-    settle(0)
-    count_up(before)
+    """A warpgroup's part of dq of every step; then its 64 rows of dk and dv."""
+    b, key_head, block, _ = whose
+    carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE, C)
     if not C.WIDE:
         meet(C.LEFT + MINE, WARPGROUP + WARP)
         place = [b, key_head, block * C.N + MINE * HALF, 0]
         store_tile(out[0], place, rows[0].index(MINE * 2).slice(0, HALF, 2))
         store_tile(out[1], place, rows[0].index(MINE * 2 + 1).slice(0, HALF, 2))
         tma.store_wait(0)
+
+
+@gluon.jit
+def carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
+    """Add each step's part of dq, in LEAVINGS pieces, to memory once all programs that come before have; the first of them
+    stores. Where a part has arrived is told a step later, so that nobody waits for the way there."""
+    room, taken = staged
+    b, _, block, h = whose
+    LEAVINGS: gl.constexpr = C.LEAVINGS
+    m, head = beginning(visits)
+    before = counts
+    for at in range(total):
+        count = counts + ((b * h + head) * blocks + m) * 2 + MINE
+        turn = rank(m, block, mask, visits[4], C)
+        await_count(count, turn)
+        for piece in gl.static_range(LEAVINGS):
+            place = [b * h + head, m, (MINE * LEAVINGS + piece) * C.PIECE, 0]
+            meet(C.LEFT + MINE, WARPGROUP + WARP)
+            if turn == 0:
+                store_tile(sums, place, room.index(MINE))
+            else:
+                add_tile(sums, place, room.index(MINE))
+            tma.store_wait(0)
+            mbarrier.arrive(taken.index(MINE), count=1)
+        settle(LEAVINGS)
+        if at > 0:
+            count_up(before)
+        before = count
+        m, head = following(m, head, visits)
+    settle(0)
+    count_up(before)
 
 
 # ---- the warpgroups that multiply

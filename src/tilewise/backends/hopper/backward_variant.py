@@ -88,6 +88,11 @@ class Variant:
         return min(self.WIDTH, 128)
 
     @property
+    def LEAVINGS(self) -> int:
+        """Pieces in which a warpgroup's part of dq of a step leaves, one after the other."""
+        return 1
+
+    @property
     def PIECES(self) -> int:
         """Pieces that PART rows of dq consist of, side by side."""
         return self.WIDTH // self.COLUMNS
@@ -125,8 +130,12 @@ class Wide(Variant):
 
     @property
     def COLUMNS(self) -> int:
-        """Of a piece of dq; each warpgroup makes two."""
+        """Of a piece of dq."""
         return self.WIDTH // 4
+
+    @property
+    def LEAVINGS(self) -> int:
+        return 2
 
     @property
     def Q(self) -> Ring:

@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_kernel import BOTH, PART, logits, write
-from .backward_walk import HALF, beginning, following, rank, shown
+from .backward_kernel import BOTH, PART, carry_dq, logits, write
+from .backward_walk import HALF, beginning, following, shown
 from .channel import WARP, WARPGROUP, arrived, claim, release, send, send_to, tile
-from .inline import agree, anew, await_count, count_up, lower_flag, meet, note, settle, signal
+from .inline import agree, anew, lower_flag, meet, note, signal
 from .layouts import in_memory, of_columns, of_operand, of_sums, pieces
-from .versions import add_tile, recast, store_tile
+from .versions import recast, store_tile
 
 OWN = gl.constexpr(128)
 """Columns of dk and dv that a warpgroup keeps."""
@@ -56,32 +56,9 @@ def bring(descriptors, stats, rings, whose, visits, total, C: gl.constexpr):
 
 @gluon.jit
 def carry(sums, out, counts, staged, q, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
-    """Add each step's half of dq to memory in two pieces; then half of dk and dv. See `backward_kernel.carry`."""
-    room, taken = staged
-    b, key_head, block, h = whose
-    mine = room.index(MINE)
-    m, head = beginning(visits)
-    before = counts
-    for at in range(total):
-        count = counts + ((b * h + head) * blocks + m) * 2 + MINE
-        turn = rank(m, block, mask, visits[4], C)
-        await_count(count, turn)
-        for piece in gl.static_range(2):
-            place = [b * h + head, m, (MINE * 2 + piece) * C.PIECE, 0]
-            meet(C.LEFT + MINE, WARPGROUP + WARP)
-            if turn == 0:
-                store_tile(sums, place, mine)
-            else:
-                add_tile(sums, place, mine)
-            tma.store_wait(0)
-            mbarrier.arrive(taken.index(MINE), count=1)
-        settle(2)
-        if at > 0:
-            count_up(before)
-        before = count
-        m, head = following(m, head, visits)
-    settle(0)
-    count_up(before)
+    """A warpgroup's half of dq of every step; then half of dk and dv."""
+    b, key_head, block, _ = whose
+    carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE, C)
     if not C.WIDE:
         meet(C.LEFT + MINE, WARPGROUP + WARP)
         place = [b, key_head, block * C.N, MINE * OWN]
