@@ -186,12 +186,13 @@ def test_a_ring_counts_what_it_holds() -> None:
 
 def test_a_fixed_reference_is_chosen_only_where_every_row_sees_its_first_tile() -> None:
     def fixed(mask: Mask | None, n: int = 261, s: int = 261, **more: Any) -> bool:
-        x = tensors(case("", mask, n=n, s=s, d=64, e=64, **more))
+        x = tensors(case("", mask, n=n, s=s, **more))
         return hopper.configure(
             Problem.describe(x, Options(mask, deterministic=more.get("deterministic", False)))
         ).forward.fixed
 
-    assert fixed(None) and fixed(Causal()) and fixed(Causal(), s=300)  # narrow heads; others follow under a mask
+    assert fixed(None) and fixed(Causal()) and fixed(Causal(), s=300)
+    assert fixed(Causal() & Window(254)) and not fixed(Causal() & Window(253))
     assert not fixed(Causal(), n=128, s=255)  # the first row of a block sees keys up to a tile's end
     assert not fixed(Causal() & Window(3)) and not fixed(Lengths([5, 6])) and not fixed(None, deterministic=True)
 

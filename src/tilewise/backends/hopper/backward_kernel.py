@@ -196,12 +196,12 @@ def leave(dq, staged, at, MINE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def own(C: gl.constexpr):
-    """The place of k among a program's own tiles: 0. Where registers are few, what products need to find them is better made
-    in each step than kept in local memory."""
-    if C.WIDTH > HALF:
-        first = anew()
-    else:
+    """The place of k among a program's own tiles: 0. Where a mask takes registers, what products need to find them is better
+    made in each step than kept in local memory."""
+    if C.MASK == "NONE":
         first = 0
+    else:
+        first = anew()
     return first
 
 
@@ -242,7 +242,7 @@ def step(rings, at, m, head, block, score, mask, visits, n, s, MINE: gl.constexp
 def dq_of(rings, exchange, at, MINE: gl.constexpr, C: gl.constexpr):
     """This warpgroup's part of dq of a step, under way: half the columns of 64 rows, or all of half of 128."""
     meet(C.MET + (at & 1) * 2 + 1 - MINE, BOTH)
-    k, ds = tile(rings[1], 0, anew(), C.KEYS), exchange.index(at & 1).reshape([C.N, C.M])
+    k, ds = tile(rings[1], 0, own(C), C.KEYS), exchange.index(at & 1).reshape([C.N, C.M])
     if C.SPLIT:
         k = k.slice(MINE * C.COLUMNS, C.COLUMNS, 1)
     else:

@@ -109,16 +109,16 @@ def forward_of(problem: Problem) -> Forward:
     """The sizes of the forward pass. Programs stay where it is known beforehand how long blocks are. Narrow heads whose logits
     are capped or have something added leave out the third warpgroup, for it has not the registers; so do short ones."""
     p, columns, band = problem, max(padded(problem.d), padded(problem.e)), band_of(problem)
-    sizes, all_seen = FORWARD[columns], kind_of(problem) == "NONE"
+    sizes = FORWARD[columns]
     plain = p.score.alibi is None and p.score.softcap is None
     if columns == 64 and not (plain and p.n > SHORT):
         sizes = replace(sizes, groups=2, turns=plain)
-    if not (all_seen or band is not None):
+    if kind_of(p) != "NONE" and band is None:
         return sizes
     if columns < 256:
         sizes = replace(sizes, apart=True, ahead=2)
-    fixed = all_seen or (columns != 128 and band is not None and shows(band, p, sizes))
-    return replace(sizes, persistent=True, fixed=fixed and not p.deterministic)
+    fixed = not p.deterministic and (band is None or shows(band, p, sizes))
+    return replace(sizes, persistent=True, fixed=fixed)
 
 
 def band_of(problem: Problem) -> tuple[int, int] | None:
@@ -128,10 +128,11 @@ def band_of(problem: Problem) -> tuple[int, int] | None:
 
 
 def shows(band: tuple[int, int], problem: Problem, sizes: Forward) -> bool:
-    """Whether under a band every row that sees anything sees some of its block's first tile: a row sees all keys up to one, and
-    the tile with the last key of a block's first row does not start after that key."""
+    """Whether under a band every row that sees anything sees some of its block's first tile, that with the last key of the
+    block's first row: the tile does not start after that key, and no row begins to see after the tile."""
     left, right = band
-    return left + problem.n <= 1 and right % gcd(sizes.block_m, sizes.block_n) != 0
+    reaches = left + problem.n <= 1 or right - left >= sizes.block_m + sizes.block_n - 1
+    return reaches and right % gcd(sizes.block_m, sizes.block_n) != 0
 
 
 def span_of(problem: Problem) -> int:
