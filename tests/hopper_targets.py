@@ -148,8 +148,8 @@ def local_accesses(code: str) -> list[int]:
     ends = [(int(to[1], 16), at) for at, name, rest in lines if name == "BRA" and (to := re.search(r"0x([0-9a-f]+)", rest))]
     loops = [(first, last) for first, last in ends if first < last]
     body = {loop: [name for at, name, _ in lines if loop[0] <= at <= loop[1]] for loop in loops}
-    loops = [loop for loop in loops if any(name.startswith("HGMMA") for name in body[loop])]
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    inner = [loop for loop in inner if any(name.startswith("HGMMA") for name in body[loop])]
     return [sum(name.startswith(("LDL", "STL")) for name in body[loop]) for loop in inner]
 
 

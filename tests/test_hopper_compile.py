@@ -15,6 +15,9 @@ from compiling import told_by
 from hopper_targets import CASES, local_accesses
 from triton_targets import SHARED
 
+WARPGROUPS = 2
+"""That multiply, at least; each has a loop of its own."""
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is there for Linux")
 
 
@@ -30,6 +33,8 @@ def problems(row: dict[str, Any]) -> list[str]:
         found.append(f"{row['products']} products where there should be {row['expected']}")
     if row["shared"] > min(row["priced"] or SHARED["sm_90"], SHARED["sm_90"]):
         found.append(f"{row['shared']} bytes of shared memory where {row['priced']} are described")
+    if row["products"] and len(row["loops"]) < WARPGROUPS:
+        found.append(f"{len(row['loops'])} loops that multiply, and {WARPGROUPS} warpgroups at least")
     if any(count > row["most"] for count in row["loops"]):
         found.append(f"loops that multiply go to local memory: {row['loops']} times an iteration")
     return [f"{row['case']} {row['kernel']}: {one}" for one in found]
