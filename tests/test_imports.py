@@ -34,7 +34,9 @@ THIRD_PARTY = {
     7: {"numpy", "torch"},
     8: {"numpy", "torch", "typer", "rich", "click", "matplotlib", "transformers", "jinja2", "markupsafe"},
 }
-RUNS_PLANS: set[str] = {"__init__", "agree", "api", "call", "exchange", "execute", "kernel", "local", "transport"}
+RUNS_PLANS: set[str] = {
+    "__init__", "agree", "api", "call", "exchange", "execute", "kernel", "local", "meet", "nccl", "transport",
+}  # fmt: skip
 """Files of `ring` that may speak of tensors and processes; all others are descriptions, as pure as levels 0 to 2."""
 HANDS_OVER = {"hopper": {"triton"}}
 """Backends that leave part of a pass to another: what Hopper's kernels do not make of gradients, Triton's do."""

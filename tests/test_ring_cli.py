@@ -23,7 +23,7 @@ def test_it_prints_owners_work_bytes_and_why():
         "chosen: zigzag with",
         "exactly equal",
         "1.0000",
-        "371 GB/s inside",
+        "310 GB/s inside",
         "efficiency",
         "GiB",
     ):

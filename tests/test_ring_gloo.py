@@ -18,7 +18,7 @@ from tilewise.ring.agree import SIZE, agree, pack, unpack
 
 MORE = {
     2: ["their_names", "half_the_wire", "transformers_model"],
-    3: ["two_groups_at_once", "rows_move", "distributed_tensors", "learns", "their_names"],
+    3: ["two_groups_at_once", "rows_move", "distributed_tensors", "learns", "their_names", "guesses"],
     4: ["two_groups_at_once", "rows_move"],
 }
 """What is checked beside all cases, by the number of ranks."""

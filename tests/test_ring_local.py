@@ -176,8 +176,8 @@ def test_every_sum_of_a_backward_plan_counts():
 class Exchanged(Kernel):
     """Takes dk for dv."""
 
-    def backward(self, block, qkv, do, lse, total):
-        dq, dk, dv = super().backward(block, qkv, do, lse, total)
+    def backward(self, block, qkv, do, lse, total, nothing):
+        dq, dk, dv = super().backward(block, qkv, do, lse, total, nothing)
         return dq, dv, dk
 
 
@@ -185,16 +185,16 @@ class Exchanged(Kernel):
 class Local(Kernel):
     """Takes the lse of a block for that of whole rows."""
 
-    def backward(self, block, qkv, do, lse, total):
-        return super().backward(block, qkv, do, self.forward(block, *qkv).lse, total)
+    def backward(self, block, qkv, do, lse, total, nothing):
+        return super().backward(block, qkv, do, self.forward(block, *qkv).lse, total, nothing)
 
 
 @dataclass(frozen=True, eq=False)
 class Twice(Kernel):
     """Takes delta for 2·delta."""
 
-    def backward(self, block, qkv, do, lse, total):
-        return super().backward(block, qkv, do, lse, 2 * total)
+    def backward(self, block, qkv, do, lse, total, nothing):
+        return super().backward(block, qkv, do, lse, 2 * total, nothing)
 
 
 @dataclass(frozen=True, eq=False)

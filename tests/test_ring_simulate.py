@@ -15,8 +15,8 @@ from tilewise import OptionError
 from tilewise.mask import Causal, Documents, Full, Where, Window
 from tilewise.problem import Inputs, Options, Problem
 from tilewise.ring import owners
-from tilewise.ring.choose import choose, layouts, method_named, sides_named
-from tilewise.ring.links import H200, Cluster, Link, Rates, machine_named
+from tilewise.ring.choose import ALIKE, choose, layouts, method_named, sides_named
+from tilewise.ring.links import H200, Cluster, Host, Link, Rates, machine_named
 from tilewise.ring.prices import Prices
 from tilewise.ring.program import BATCH, Forward, Method, Plan
 from tilewise.ring.schedule import make_plan
@@ -29,7 +29,7 @@ from tilewise.ring.verify import count_peak
 
 IDEAL = Rates(((1, 1e9), (512, 1e9)), edge=0, torn_edge=0)
 TOY = replace(H200, name="toy", forward=IDEAL, backward=IDEAL, processors=1, hbm_bytes_s=1e30, launch_s=0.0,
-              near=Link(1e-3, 1e6), far=Link(2e-3, 5e5))  # fmt: skip
+              near=Link(1e-3, 1e6), far=Link(2e-3, 5e5), host=Host(0.0, 0.0, 0.0, 0.0))  # fmt: skip
 
 
 def big(ranks: int, rows: int, mask=None, **sizes: int) -> Problem:
@@ -125,6 +125,26 @@ def test_two_ranks_by_hand():
     assert back.total_s == pytest.approx(hop + pairs + hop)  # float32 gradients go home after the last block
 
 
+def test_a_device_waits_for_its_host():
+    """Packing, two blocks, a merge and the end are issued one by one; the message waits for the agreement."""
+    problem, made = pose(20, 20, Full(), h=1, g=1), owners.contiguous(20, 2)
+    block, hop = 10 * 10 * 2 * 8 / 1e9, 1e-3 + 10 * 8 * 4 / 1e6
+    for agree_s, waited in ((5e-3, 5e-3 + hop - 5.5e-3 - block), (0, 0)):
+        host = Host(call_s=1e-3, agree_s=agree_s, work_s=2e-3, post_s=5e-4)
+        told = foretell(problem, made, Method(), Cluster(replace(TOY, host=host)))
+        assert told.total_s == pytest.approx(1e-3 + 5e-4 + 5 * 2e-3)
+        assert told.waited_s == pytest.approx([waited] * 2)
+        assert told.idle_s == pytest.approx([told.total_s - 2 * block - waited] * 2)
+        assert told.losses["the host"] == pytest.approx(told.idle_s[0] / told.total_s)
+
+
+def test_two_devices_fetch_keys_one_rank_at_a_time():
+    for rows in (8192, 32768):
+        for backward in (False, True):
+            choice = choose(big(2, rows, Causal(), h=32, g=4), 2, backward=backward, layout="zigzag")
+            assert choice.method == Method("direct", at_once=1), (rows, backward)
+
+
 def test_shared_cards_carry_twice_as_much():
     problem, made = pose(40, 40, Full(), h=1, g=1), owners.contiguous(40, 4)
     one, two = (foretell(problem, made, Method("direct", at_once=3), Cluster(TOY, 2, share)) for share in (1, 2))
@@ -157,14 +177,14 @@ def test_slower_links_never_help(data, world, backward):
     assert a.total_s <= b.total_s * (1 + 1e-9)
     assert a.total_s >= a.busy_s.max() * (1 - 1e-9)
     assert sum(a.losses.values()) + a.efficiency == pytest.approx(1)
-    np.testing.assert_allclose(a.busy_s + a.waited_s, [a.total_s] * world, atol=a.total_s)
+    np.testing.assert_allclose(a.busy_s + a.waited_s + a.idle_s, [a.total_s] * world, atol=a.total_s)
 
 
 def test_prices_are_the_roofline():
     plan = Plan(big(8, 8192), owners.zigzag(65536, 8), owners.zigzag(65536, 8), Method(), False)
     prices = Prices(plan, H200)
     operations = 8192 * (8192 + 180) * 64 * 4 * 128
-    assert prices.attend(8192, 8192 * 8192, 64, True) == pytest.approx(5e-6 + operations / 545e12)
+    assert prices.attend(8192, 8192 * 8192, 64, True) == pytest.approx(5e-6 + operations / 520e12)
     assert prices.attend(0, 0, 64, False) == 0
     one = prices.attend(1, 131072, 64, False)  # a decoding step reads its keys once
     assert one == pytest.approx(5e-6 + 131072 * 8 * 256 * 2 / 4.3e12, rel=1e-3)
@@ -249,7 +269,7 @@ def test_a_choice_says_why():
     assert choice.why in text and "what binds" in choice.why and "exactly equal" in choice.why
     for x in choice.candidates:
         assert str(x.method) in text and f"{1e3 * x.total_s:.3f} ms" in text
-    assert choice.best.total_s <= 1.02 * min(x.total_s for x in choice.candidates)
+    assert choice.best.total_s <= ALIKE * min(x.total_s for x in choice.candidates)
 
 
 @settings(max_examples=30)

@@ -1,10 +1,11 @@
 """Attention over many GPUs against the same kernel on one of them, causal and grouped:
 
-    torchrun --nproc-per-node 2 -m tilewise.bench.ring --json FILE [--tokens 8192 32768] [--method auto]
+    torchrun --nproc-per-node 2 -m tilewise.bench.ring --json FILE [--tokens 8192 32768] [--method auto] [--backend triton]
 
 Rates are TFLOP/s a GPU over visible pairs, 4·d a pair and head forward and 3.5 times that with backward, from the slowest
-rank's median. `one` is a sequence of as many tokens as a GPU holds on one GPU, `whole` all tokens on one GPU; `simulated` is
-what the simulator says of the same plan beforehand."""
+rank's median burst of calls that nobody waits for in between; `alone` is one call by itself, waited for. `one` is a sequence
+of as many tokens as a GPU holds on one GPU, `whole` all tokens on one GPU; `simulated` is what the simulator says of the same
+plan beforehand."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,10 @@ from .report import now, provenance, write
 from .timing import Clock, median, spread, warm_up
 
 CALLS = 12
+"""Calls in one burst."""
+
+BURSTS = 3
+"""Bursts of each contender; the median one counts."""
 
 
 class Shape(NamedTuple):
@@ -47,50 +53,75 @@ class Shape(NamedTuple):
         return [torch.randn(1, tokens, x, self.d, device=device, dtype=dtype) for x in (self.h, self.g, self.g, self.h)]
 
 
-def measure(call: Callable[..., Tensor], x: list[Tensor], backward: bool) -> tuple[float, float]:
-    """The slowest rank's median seconds of a call, and the spread there."""
+class Timing(NamedTuple):
+    """Seconds of a call in bursts of them, the median burst, and the spread of bursts; `alone`: of one call that nothing goes
+    before, from its first instruction to its last result. All of the slowest rank."""
+
+    seconds: float
+    spread: float
+    alone: float
+
+
+def measure(contenders: dict[str, Callable[[], Any]], clock: Clock, device: torch.device) -> dict[str, Timing]:
+    """Contenders take turns; ranks begin each burst, and each single call, together."""
+    bursts: dict[str, list[float]] = {name: [] for name in contenders}
+    single: dict[str, list[float]] = {name: [] for name in contenders}
+    for call in contenders.values():
+        warm_up(call, clock)
+    for _ in range(BURSTS):
+        for name, call in contenders.items():
+            dist.barrier()
+            bursts[name].append(sum(clock.laps(call, CALLS)) / CALLS)
+            dist.barrier()
+            clock.sync()
+            start = time.perf_counter()
+            call()
+            clock.sync()
+            single[name].append(time.perf_counter() - start)
+    figures = [[median(bursts[name]), spread(bursts[name]), median(single[name])] for name in contenders]
+    found = torch.tensor(figures, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return {name: Timing(*row) for name, row in zip(contenders, found.tolist(), strict=True)}
+
+
+def compare(shape: Shape, tokens: int, backward: bool, method: str, dtype: torch.dtype, backend: str | None) -> dict[str, Any]:
+    """One row: rates of the ring and of one GPU."""
+    world, device = dist.get_world_size(), _device()
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return api.attention(q, k, v, mask=Causal(), backend=backend)
+
+    def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring.attention(q, k, v, mask=Causal(), layout="zigzag", method=method, backend=backend)
+
+    runs = {"one": (alone, tokens, 1), "whole": (alone, tokens * world, 1), "ring": (together, tokens, world)}
+    calls = {name: bound(call, shape.tensors(rows, device, dtype), backward) for name, (call, rows, _) in runs.items()}
+    row: dict[str, Any] = {"tokens": tokens, "ranks": world, "pass": "forward+backward" if backward else "forward"}
+    for name, found in measure(calls, Clock(device.type), device).items():
+        _, rows, gpus = runs[name]
+        row[f"{name}_tflops"] = shape.flops(rows * gpus, backward) / gpus / found.seconds / 1e12
+        row |= {f"{name}_seconds": found.seconds, f"{name}_spread": found.spread, f"{name}_alone_seconds": found.alone}
+    row |= forecast(shape, tokens * world, world, backward, method, dtype)
+    return row | {f"ring_over_{name}": row["ring_tflops"] / row[f"{name}_tflops"] for name in ("one", "whole")}
+
+
+def bound(call: Callable[..., Tensor], x: list[Tensor], backward: bool) -> Callable[[], Any]:
+    """A call with its tensors, and its gradients where they are asked for."""
     q, k, v = (t.detach().requires_grad_(backward) for t in x[:3])
 
     def once() -> Any:
         o = call(q, k, v)
         return torch.autograd.grad(o, (q, k, v), x[3]) if backward else o
 
-    clock = Clock(x[0].device.type)
-    warm_up(once, clock)
-    dist.barrier()
-    seconds = clock.laps(once, CALLS)
-    found = torch.tensor([median(seconds), spread(seconds)], device=x[0].device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found[0]), float(found[1])
-
-
-def compare(shape: Shape, tokens: int, backward: bool, method: str, dtype: torch.dtype) -> dict[str, Any]:
-    """One row: rates of the ring and of one GPU."""
-    world, device = dist.get_world_size(), _device()
-
-    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return api.attention(q, k, v, mask=Causal())
-
-    def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring.attention(q, k, v, mask=Causal(), layout="zigzag", method=method)
-
-    row: dict[str, Any] = {"tokens": tokens, "ranks": world, "pass": "forward+backward" if backward else "forward"}
-    runs = (("one", alone, tokens, 1), ("whole", alone, tokens * world, 1), ("ring", together, tokens, world))
-    for name, call, rows, gpus in runs:
-        seconds, wide = measure(call, shape.tensors(rows, device, dtype), backward)
-        row[f"{name}_tflops"] = shape.flops(rows * gpus, backward) / gpus / seconds / 1e12
-        row[f"{name}_seconds"], row[f"{name}_spread"] = seconds, wide
-    row |= forecast(shape, tokens * world, world, backward, method, dtype)
-    return row | {f"ring_over_{name}": row["ring_tflops"] / row[f"{name}_tflops"] for name in ("one", "whole")}
+    return once
 
 
 def forecast(shape: Shape, tokens: int, world: int, backward: bool, method: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the simulator says of it: the method, seconds, and the efficiency over one GPU with all tokens."""
     q, k, v, _ = shape.tensors(tokens, torch.device("meta"), dtype)
     problem = Problem.describe(Inputs(q, k, v), Options(Causal()))
-    best = choose(
-        problem, world, backward=backward, layout="zigzag", method=None if method == "auto" else method_named(method)
-    ).best
+    given = None if method == "auto" else method_named(method)
+    best = choose(problem, world, backward=backward, layout="zigzag", method=given).best
     return {"moved": str(best.method), "simulated_seconds": best.total_s, "simulated_over_whole": best.efficiency}
 
 
@@ -102,17 +133,21 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--method", default="auto")
     parser.add_argument("--heads", type=int, nargs=3, default=[32, 4, 128], metavar=("H", "G", "D"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--backend", help="of all that is measured; else what a plan chooses")
     options = parser.parse_args(arguments)
-    dist.init_process_group("nccl" if _device().type == "cuda" else "gloo")
+    on_gpu = _device().type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=_device() if on_gpu else None)
     rows = []
     for tokens in options.tokens:
         for backward in (False, True):
-            row = compare(Shape(*options.heads), tokens, backward, options.method, getattr(torch, options.dtype))
+            asked = options.method, getattr(torch, options.dtype), options.backend
+            row = compare(Shape(*options.heads), tokens, backward, *asked)
             rows.append(row)
             if dist.get_rank() == 0:
                 print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
     if options.json is not None and dist.get_rank() == 0:
         said = {"heads": options.heads, "dtype": options.dtype, "method": options.method, "mask": "causal", "layout": "zigzag"}
+        said["backend"] = options.backend or "as planned"
         command = shlex.join(
             ["torchrun", "--nproc-per-node", str(dist.get_world_size()), "-m", "tilewise.bench.ring", *arguments]
         )

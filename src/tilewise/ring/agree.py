@@ -1,9 +1,10 @@
 """Before any data moves, all ranks lay their terms on the table: whoever calls with another shape, mask or option is found by
 everybody at once, and everybody raises the same error.
 
-Every call pays for this with one message of a kilobyte to each rank (on a device, one all-gather that waits for nothing the
-device still has to do). It is not skipped for calls seen before: what one rank calls again another may call for the first
-time, as lengths may repeat on one rank and not on the next; then one would skip what the other waits for."""
+Every call pays for this with one message of a kilobyte to each rank, from host to host. It is not skipped for calls seen
+before: what one rank calls again another may call for the first time, as lengths may repeat on one rank and not on the next;
+then one would skip what the other waits for. But on a device a rank that has said the same before goes ahead with what
+concerns it alone, and sends nothing until the others have been heard (`call.Call.forward`)."""
 
 from __future__ import annotations
 
@@ -36,8 +37,17 @@ KINDS = {kind.__name__: kind for kind in (ShapeError, DtypeError, OptionError)}
 def agree(terms: Mapping[str, Any], gather: Callable[[Tensor], list[Tensor]], error: Exception | None = None) -> list[dict]:
     """The terms of every rank, or the same error on all of them: `error`, what this rank found wrong with its own arguments,
     goes first, then what differs between ranks."""
-    mine = {ERROR: [type(error).__name__, first_line(error)]} if error is not None else dict(terms)
-    theirs = [unpack(x) for x in gather(pack(mine))]
+    return compare(terms, gather(propose(terms, error)), error)
+
+
+def propose(terms: Mapping[str, Any], error: Exception | None) -> Tensor:
+    """What this rank says of a call."""
+    return pack({ERROR: [type(error).__name__, first_line(error)]} if error is not None else terms)
+
+
+def compare(terms: Mapping[str, Any], said: list[Tensor], error: Exception | None) -> list[dict]:
+    """`agree`, once everybody has said what it has to say."""
+    theirs = [unpack(x) for x in said]
     if error is not None:
         raise error
     for rank, found in enumerate(theirs):
@@ -66,7 +76,7 @@ def pack(terms: Mapping[str, Any]) -> Tensor:
 
 def unpack(x: Tensor) -> dict[str, Any]:
     """The inverse of `pack`."""
-    return json.loads(bytes(x.tolist()).decode())
+    return json.loads(x.numpy().tobytes())
 
 
 def shorten(value: Any, limit: int) -> Any:

@@ -23,9 +23,10 @@ from ..problem import Inputs, Partial
 from .call import Asked, Call, Shards, settle
 from .exchange import rolled, unsharded
 from .layout import Named, lay_out, name_layout
+from .meet import open_transport
 from .owners import Owners
 from .program import Method
-from .transport import Transport, open_transport
+from .transport import Transport
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 """The ranks that share the rows: a mesh of one dimension, a process group, or None for all there are."""
@@ -159,8 +160,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         x = Shards(*tensors)  # type: ignore[arg-type]
-        o, lse = call.forward(x)
-        ctx.call = call
+        ctx.call, (o, lse) = call.forward(x)
         ctx.save_for_backward(o, lse, *tensors)
         return o, lse
 

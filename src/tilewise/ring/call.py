@@ -3,10 +3,11 @@ kept, for a model asks the same of every layer."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,18 +20,21 @@ from ..dropout import Dropout
 from ..mask import Mask, Where
 from ..mask.base import Both
 from ..problem import Inputs, Options, Partial, Problem
-from .agree import OWN, agree, fingerprint
+from .agree import OWN, agree, compare, fingerprint, propose
 from .choose import choose, method_named
-from .execute import backward_given, backward_results, forward_given, forward_results, run
+from .execute import Message, backward_given, backward_results, forward_given, forward_results, run
 from .kernel import Kernel
 from .layout import Named, lay_out_as_held, name_layout, private
 from .owners import Owners
 from .program import Method, Plan, Post
 from .schedule import make_plan
-from .transport import Handle, Transport, run_steps
+from .transport import Handle, Held, Transport, begun, run_steps
 
 PASSING = ("seed", "gradients")
 """Terms that a setting does not depend on."""
+
+PLAIN = (NoneType, int, float, str, torch.dtype)
+"""Types whose equal values mean the same."""
 
 MOST_SETTINGS = 64
 """So many calls of different kinds are remembered."""
@@ -80,41 +84,55 @@ class Setting:
 
 @dataclass(frozen=True)
 class Call:
-    """A setting with this call's own seed, slopes and sinks, and who carries its messages."""
+    """A setting with this call's own seed, slopes and sinks, and who carries its messages. `confirm`: where the setting is a
+    guess, waits for the ranks to agree and gives the call that they have agreed on."""
 
     setting: Setting
     kernel: Kernel
     transport: Transport
     deadline_s: float
+    confirm: Callable[[], Call] | None = None
 
-    def forward(self, x: Shards) -> Partial:
-        """o and lse of this rank's rows."""
-        return run_steps(self._forward(x), self.transport, self.deadline_s)
+    def forward(self, x: Shards) -> tuple[Call, Partial]:
+        """The call that was agreed on, and o and lse of this rank's rows. A guess begins with what concerns this rank alone and
+        sends nothing; where it was wrong that is thrown away."""
+        if self.confirm is None:
+            return self, run_steps(self._forward(x, self.transport.post), self.transport, self.deadline_s)
+        held = Held(self.transport)
+        with closing(begun(self._forward(x, held.post), self.transport)) as steps:
+            agreed = self.confirm()
+            if agreed.setting is self.setting:
+                held.release()
+                return agreed, run_steps(steps, self.transport, self.deadline_s)
+        return agreed.forward(x)
 
     def backward(self, x: Shards, saved: Partial, grads: Partial) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows, and total = delta − dlse "b h n" of them."""
-        self.transport.begin()
+        self.transport.begin(self.deadline_s)
         return run_steps(self._backward(x, saved, grads), self.transport, self.deadline_s)
 
-    def _forward(self, x: Shards) -> Generator[Handle, None, Partial]:
+    def _forward(self, x: Shards, post: Callable[..., Handle]) -> Generator[Handle, None, Partial]:
         plan, rank = self.setting.forward, self.transport.rank
         given = forward_given(plan, rank, x.q, x.k, x.v)
-        return forward_results((yield from run(plan, rank, given, self.kernel, self._post)))
+        return forward_results((yield from run(plan, rank, given, self.kernel, partial(_post, post))))
 
     def _backward(self, x: Shards, saved: Partial, grads: Partial) -> Generator[Handle, None, Any]:
-        plan, rank, wide = self.setting.backward, self.transport.rank, saved.lse.dtype
-        total = (grads.o.to(wide) * saved.o.to(wide)).sum(-1).transpose(1, 2) - grads.lse
+        plan, rank = self.setting.backward, self.transport.rank
+        products = torch.addcmul(saved.lse.new_zeros(1), grads.o, saved.o)  # in the dtype of lse, without copies of do and o
+        total = products.sum(-1).transpose(1, 2) - grads.lse
         given = backward_given(plan, rank, (x.q, x.k, x.v), grads.o, saved.lse, total)
-        found = yield from run(plan, rank, given, self.kernel, self._post)
+        found = yield from run(plan, rank, given, self.kernel, partial(_post, self.transport.post))
         return *backward_results(plan, found, x.q.dtype), total
 
-    def _post(self, op: Post, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Handle:
-        return self.transport.post(op.step, sends, recvs)
+
+def _post(post: Callable[..., Handle], op: Post, sends: list[Message], recvs: list[Message]) -> Handle:
+    return post(op.step, sends, recvs)
 
 
 def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, deadline_s: float) -> tuple[Call, Shards]:
     """The call that all ranks make and this one's tensors, as `prepare` gives them, once they have compared what they were
-    asked. The same error everywhere, before any data moves, where they differ or one of them was asked what it cannot do."""
+    asked. The same error everywhere, before any data moves, where they differ or one of them was asked what it cannot do. Where
+    this rank has said the same before, the call is a guess, which its forward confirms."""
     error, terms = None, {}
     x: Any = None
     asked: Any = None
@@ -125,25 +143,69 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
         terms = terms_of(x, asked)
     except Exception as found:
         error = found
-    transport.begin()
-    gather = partial(transport.gather, deadline_s=deadline_s)
-    theirs = agree(terms, gather, error)
-    counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
-    setting = _setting(x, asked, (counts, terms), (transport, gather))
-    seed = theirs[0][OWN + "draw"] if asked.seed is None else asked.seed
-    drop = Dropout(asked.dropout, seed) if asked.dropout > 0 else None
-    return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s), x
+    transport.begin(deadline_s)
+    said = transport.offer(propose(terms, error), deadline_s)
+    mine = None if error else _summary(terms, x.q.device)
+
+    def made(setting: Setting, draw: int, confirm: Callable[[], Call] | None = None) -> Call:
+        drop = Dropout(asked.dropout, draw if asked.seed is None else asked.seed) if asked.dropout > 0 else None
+        return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s, confirm)
+
+    def confirm() -> Call:
+        theirs = compare(terms, said(), error)
+        counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
+        setting = _setting(x, asked, (counts, terms), (transport, partial(transport.gather, deadline_s=deadline_s)))
+        if transport.ahead and not _asks_functions(asked.mask):
+            _keep(transport.guesses, mine, setting)
+        return made(setting, theirs[0][OWN + "draw"])
+
+    guess = None if error or (asked.dropout > 0 and asked.seed is None) else transport.guesses.get(mine)
+    return (confirm() if guess is None else made(guess, 0, confirm)), x
+
+
+def _summary(terms: dict[str, Any], device: torch.device) -> tuple[Any, ...]:
+    """What of a rank's terms a setting depends on, its own rows last."""
+    words = {name: value for name, value in terms.items() if not name.startswith(OWN) and name not in PASSING}
+    return repr(words), device, terms[OWN + "rows of q"], terms[OWN + "rows of k"]
+
+
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Remember something, and in its place forget what came first where there is much."""
+    if key not in table and len(table) >= MOST_SETTINGS:
+        del table[next(iter(table))]
+    table[key] = value
+
+
+_passed: dict[Any, None] = {}
+"""Arguments in which `check` has found nothing, by all that it looks at."""
 
 
 def check(x: Shards, asked: Asked) -> None:
     """Raise where this rank's own arguments make no sense, or no backend takes them."""
+    key = _looks(x, asked)
+    if key is not None and key in _passed:
+        return
+    _check(x, asked)
+    if key is not None:
+        _keep(_passed, key, None)
+
+
+def _looks(x: Shards, asked: Asked) -> Any:
+    """What `check` looks at, where that is all plain."""
+    said = asked.scale, asked.softcap, asked.dropout, asked.backend, asked.wire
+    if not isinstance(asked.layout, Named) or any(type(one) not in PLAIN for one in said):
+        return None
+    return *[None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x], type(asked.mask), *said
+
+
+def _check(x: Shards, asked: Asked) -> None:
     options = Options(asked.mask, asked.scale, asked.softcap)
     problem = Problem.describe(_inputs(x), replace(options, mask=None))
     make_block_plan(replace(problem, wide=True, score=replace(problem.score, sink=False)), asked.backend)
     Dropout(asked.dropout, 0)
-    if isinstance(asked.layout, Named):
-        name_layout(*asked.layout)
-    elif not (isinstance(asked.layout, tuple) and [type(side) for side in asked.layout] == [Owners, Owners]):
+    if not isinstance(asked.layout, Named) and not (
+        isinstance(asked.layout, tuple) and [type(side) for side in asked.layout] == [Owners, Owners]
+    ):
         raise OptionError(f"layout must be a name or the Owners of q's and of k's rows, got {asked.layout!r}")
     if x.alibi is not None and x.alibi.requires_grad:
         raise OptionError("alibi: its slopes get no gradient over many ranks: detach them, or learn them on one")
@@ -191,8 +253,7 @@ def _setting(x: Shards, asked: Asked, agreed: tuple[list, dict], by: tuple[Trans
     it or none does. One with a function of positions is made anew, for that may answer differently each time. Arrays of its
     mask are its own: what a caller writes into an array later is no part of it. Raises where no plan can be made."""
     (counts, terms), (transport, gather) = agreed, by
-    words = tuple(json.dumps(value) for name, value in terms.items() if not name.startswith(OWN) and name not in PASSING)
-    key = (*words, *counts, x.q.device)
+    key = (*_summary(terms, x.q.device)[:2], *counts)
     if key in transport.settings:
         return transport.settings[key]
     layout = asked.layout
@@ -204,9 +265,7 @@ def _setting(x: Shards, asked: Asked, agreed: tuple[list, dict], by: tuple[Trans
     kernel = Kernel(problem, x.alibi, x.sink, asked.backend)
     made = Setting(*sides, method, wire, kernel, make_plan(problem, *sides, method))
     if not _asks_functions(asked.mask):
-        if len(transport.settings) >= MOST_SETTINGS:
-            del transport.settings[next(iter(transport.settings))]
-        transport.settings[key] = made
+        _keep(transport.settings, key, made)
     return made
 
 

@@ -18,11 +18,12 @@ KINDS = ("compute", "merge", "copy")
 
 
 class Work(NamedTuple):
-    """Seconds of each rank, and for blocks of attention the pairs it works on, times heads."""
+    """Seconds of each rank, how many operations that are, and for blocks of attention the pairs it works on, times heads."""
 
     kind: str
     seconds: np.ndarray
     pairs: np.ndarray
+    calls: np.ndarray
 
 
 class Sent(NamedTuple):
@@ -78,18 +79,25 @@ def _parted(ops: tuple[Op, ...]) -> list[tuple[list[Op], bool]]:
 
 def _work(ops: list[list[Op]], buffers: list[dict[str, Buffer]], prices: Prices) -> list[Work]:
     plan = prices.plan
-    seconds, pairs = {kind: np.zeros(plan.world) for kind in KINDS}, np.zeros(plan.world)
+    seconds, calls = ({kind: np.zeros(plan.world) for kind in KINDS} for _ in range(2))
+    pairs = np.zeros(plan.world)
+
+    def note(kind: str, rank: int, price: np.ndarray) -> None:
+        seconds[kind][rank] += price
+        calls[kind][rank] += price > 0
+
     for r, mine in enumerate(ops):
         for op in mine:
             if isinstance(op, Forward | Backward):
                 seen, heads = area(plan.problem, op.block.q, op.block.kv), op.block.heads.count
-                seconds["compute"][r] += prices.attend(op.block.q.count, seen, heads, op.block.kind == Tile.FULL)
+                note("compute", r, prices.attend(op.block.q.count, seen, heads, op.block.kind == Tile.FULL))
                 pairs[r] += seen * heads
             elif isinstance(op, Merge | Add | Copy):
                 kind = buffers[r][op.into.buffer].kind
                 price = prices.copy if isinstance(op, Copy) else prices.combine
                 name = "copy" if isinstance(op, Copy) else "merge"
-                seconds[name][r] += price(kind, op.into.rows.count, op.into.heads.count)
+                note(name, r, price(kind, op.into.rows.count, op.into.heads.count))
             elif isinstance(op, Finish):
-                seconds["merge"][r] += prices.finish(op.part.rows.count, op.part.heads.count)
-    return [Work(kind, seconds[kind], pairs if kind == "compute" else 0 * pairs) for kind in KINDS if seconds[kind].any()]
+                note("merge", r, prices.finish(op.part.rows.count, op.part.heads.count))
+    some = [kind for kind in KINDS if seconds[kind].any()]
+    return [Work(kind, seconds[kind], pairs if kind == "compute" else 0 * pairs, calls[kind]) for kind in some]

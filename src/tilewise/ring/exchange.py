@@ -66,7 +66,7 @@ class _Unshard(torch.autograd.Function):
         parts = list(do.movedim(dim, 0).index_select(0, _index(owners.order, do)).split(owners.counts))
         rooms = [torch.empty_like(parts[transport.rank]) for _ in parts]
         rooms[transport.rank] = parts[transport.rank]
-        transport.begin()
+        transport.begin(deadline_s)
         run_steps(_swap(parts, rooms, transport), transport, deadline_s)
         wide = torch.promote_types(do.dtype, torch.float32)
         total = sum(room.to(wide) for room in rooms)
@@ -104,7 +104,7 @@ def _agree(
         }  # fmt: skip
     except Exception as found:
         error = found
-    transport.begin()
+    transport.begin(deadline_s)
     theirs = agree(terms, partial(transport.gather, deadline_s=deadline_s), error)
     counts = [found[OWN + "rows"] for found in theirs]
     return lay_out_as_held(layout, counts, "x", x.shape[0] if dim % x.dim() else 1)

@@ -6,13 +6,14 @@ and packed only for a message."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import DtypeError, ShapeError
 from ..api import merge
@@ -57,7 +58,7 @@ def run(
     """A rank's results by name. Yields the handle of each step that it waits for: whoever drives it waits, and resumes it when
     the step is done. Thrown into, it lets go of everything: results are new tensors, returned when all are finished."""
     program = plan.programs[rank]
-    memory = Memory(plan, program, given)
+    memory = Memory(plan, program, given, _passing_of(plan, rank))
     flights: dict[int, tuple[Any, Flight]] = {}
     for op in program.ops:
         if isinstance(op, Post):
@@ -109,17 +110,20 @@ class Flight(NamedTuple):
 
 
 class Memory:
-    """The buffers of one rank, each as one tensor or two (`widths`). No gradient flows."""
+    """The buffers of one rank, each as one tensor or two (`widths`). No gradient flows. A buffer has no memory before something
+    is put there or looked for: what fills all of it is it."""
 
-    def __init__(self, plan: Plan, program: Program, given: dict[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, program: Program, given: dict[str, Tensor], passing: Collection[str]) -> None:
         self.plan = plan
         self.dtype, self.device = given["q"].dtype, given["q"].device
         self.buffers: dict[str, Buffer] = {buffer.name: buffer for buffer in program.given}
-        self.planes: dict[str, list[Tensor]] = {
-            buffer.name: list(given[buffer.name].detach().split(self.widths(buffer.kind), -1)) for buffer in program.given
+        self._planes: dict[str, list[Tensor]] = {
+            buffer.name: list(given[buffer.name].detach().split_with_sizes(self.widths(buffer.kind), -1))
+            for buffer in program.given
         }
-        self.passing = passing(program)
+        self.passing = passing
         self._latest: Sequence[Tensor] = ()
+        self._zeros = given["q"].new_empty(0)
 
     def widths(self, kind: str) -> list[int]:
         """Columns of the tensors that a buffer of a kind is kept as."""
@@ -133,15 +137,28 @@ class Memory:
 
     def whole(self, name: str) -> Tensor:
         """All of a buffer that is kept as one tensor."""
-        (plane,) = self.planes[name]
+        (plane,) = self.planes(name)
         return plane
+
+    def planes(self, name: str) -> list[Tensor]:
+        """A buffer. Rows that others send are not cleared first: nothing reads one that has not come."""
+        if name in self._planes:
+            return self._planes[name]
+        buffer = self.buffers[name]
+        fill = torch.zeros if buffer.kind in ACCUMULATED else torch.empty
+        size, dtype = (self.plan.problem.b, buffer.rows, buffer.heads), self.dtype_of(buffer.kind)
+        planes = [fill(*size, width, dtype=dtype, device=self.device) for width in self.widths(buffer.kind)]
+        if buffer.kind == "part":
+            planes[1].fill_(-torch.inf)
+        self._planes[name] = planes
+        return planes
 
     def do(self, op: Op, kernel: Kernel) -> None:
         """Any operation that is about this rank alone."""
         if isinstance(op, Make):
-            self.make(op.buffer)
+            self.buffers[op.buffer.name] = op.buffer
         elif isinstance(op, Free):
-            self.planes.pop(op.buffer, None)
+            self._planes.pop(op.buffer, None)
         elif isinstance(op, Forward):
             self._forward(op, kernel)
         elif isinstance(op, Backward):
@@ -158,34 +175,24 @@ class Memory:
             self.write(op.out, [o])
             self.write(op.lse, [lse])
 
-    def make(self, buffer: Buffer) -> None:
-        """A new buffer. Rows that others send are not cleared first: nothing reads one that has not come."""
-        if buffer.name in self.passing:
-            return
-        fill = torch.zeros if buffer.kind in ACCUMULATED else torch.empty
-        size, dtype = (self.plan.problem.b, buffer.rows, buffer.heads), self.dtype_of(buffer.kind)
-        planes = [fill(*size, width, dtype=dtype, device=self.device) for width in self.widths(buffer.kind)]
-        self.buffers[buffer.name], self.planes[buffer.name] = buffer, planes
-        if buffer.kind == "part":
-            planes[1].fill_(-torch.inf)
-
     def read(self, view: View) -> list[Tensor]:
         """The tensors of a view; copies where it has several runs of rows."""
         if view.buffer in self.passing:
             return list(self._latest)
-        return [_rows(plane, view) for plane in self.planes[view.buffer]]
+        return [_rows(plane, view) for plane in self.planes(view.buffer)]
 
     def write(self, view: View, values: Sequence[Tensor], own: bool = False) -> None:
         """Put values where a view is. `own`: nobody else holds them, so they may become the buffer."""
         if view.buffer in self.passing:
             self._latest = values
             return
-        buffer, planes = self.buffers[view.buffer], self.planes[view.buffer]
-        everything = (view.rows.count, view.heads.count) == (buffer.rows, buffer.heads)
-        for at, (plane, value) in enumerate(zip(planes, values, strict=True)):
-            if own and everything and value.dtype == plane.dtype:
-                planes[at] = value
-            elif len(view.rows.ranges) > 1:
+        buffer = self.buffers[view.buffer]
+        everything, kept = (view.rows.count, view.heads.count) == (buffer.rows, buffer.heads), self.dtype_of(buffer.kind)
+        if everything and all(own or value.dtype != kept for value in values):
+            self._planes[view.buffer] = [value.to(kept) for value in values]
+            return
+        for plane, value in zip(self.planes(view.buffer), values, strict=True):
+            if len(view.rows.ranges) > 1:
                 index = _index(view.rows, str(plane.device))
                 plane[:, :, view.heads.first : view.heads.past].index_copy_(1, index, value.to(plane.dtype))
             else:
@@ -201,7 +208,7 @@ class Memory:
         return Flight(sends, [self._room(recv.peer, recv.view) for recv in op.recvs])
 
     def _room(self, peer: int, view: View) -> tuple[int, Tensor, View | None]:
-        kind, planes = self.buffers[view.buffer].kind, self.planes[view.buffer]
+        kind, planes = self.buffers[view.buffer].kind, self.planes(view.buffer)
         dtype = self.dtype_of(kind, wire=True)
         if len(planes) == 1 and len(view.rows.ranges) == 1 and planes[0].dtype == dtype:
             place = _rows(planes[0], view)
@@ -214,7 +221,7 @@ class Memory:
         """Put what has come where it belongs."""
         for _, room, view in flight.arrivals:
             if view is not None:
-                self.write(view, room.split(self.widths(self.buffers[view.buffer].kind), -1))
+                self.write(view, room.split_with_sizes(self.widths(self.buffers[view.buffer].kind), -1))
 
     def _forward(self, op: Forward, kernel: Kernel) -> None:
         (q,), (k, v) = self.read(op.q), self._keys(op.kv)
@@ -223,13 +230,19 @@ class Memory:
     def _backward(self, op: Backward, kernel: Kernel) -> None:
         (q,), (k, v), (do,) = self.read(op.q), self._keys(op.kv), self.read(op.do)
         lse, total = (x[..., 0].transpose(1, 2) for x in self.read(op.stats))
-        dq, dk, dv = kernel.backward(op.block, (q, k, v), do, lse, total)
+        dq, dk, dv = kernel.backward(op.block, (q, k, v), do, lse, total, self._nothing(do))
         self.write(op.dkv, [_packed(dk, dv)], own=True)
         self.write(op.dq, [dq], own=True)
 
+    def _nothing(self, like: Tensor) -> Tensor:
+        """Zeros of a shape, which all blocks share."""
+        if self._zeros.numel() < like.numel():
+            self._zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+        return self._zeros[: like.numel()].view(like.shape)
+
     def _keys(self, view: View) -> tuple[Tensor, Tensor]:
         (kv,) = self.read(view)
-        k, v = kv.split([self.plan.problem.d, self.plan.problem.e], -1)
+        k, v = kv.split_with_sizes([self.plan.problem.d, self.plan.problem.e], -1)
         return k, v
 
     def _merge(self, op: Merge) -> None:
@@ -245,6 +258,19 @@ class Memory:
             return
         for plane, value in zip(self.read(op.into), source, strict=True):
             plane += value
+
+
+_passing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By plan and rank what `passing` says of a program."""
+
+
+def _passing_of(plan: Plan, rank: int) -> set[str]:
+    if plan not in _passing:
+        _passing[plan] = {}
+    known: dict[int, set[str]] = _passing[plan]
+    if rank not in known:
+        known[rank] = passing(plan.programs[rank])
+    return known[rank]
 
 
 def passing(program: Program) -> set[str]:

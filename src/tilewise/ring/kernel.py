@@ -74,13 +74,12 @@ class Kernel:
         return launch(self.plan(block), self._inputs(block, q, k, v))
 
     def backward(
-        self, block: Block, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, lse: Tensor, total: Tensor
+        self, block: Block, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, lse: Tensor, total: Tensor, nothing: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of a block, in the dtype of sums, from what is known of whole rows: lse and total = delta − dlse "b h n".
 
-        A backend works out rowsum(do∘o) − dlse; with o = 0 and dlse = −total that is total itself."""
+        A backend works out rowsum(do∘o) − dlse; with o = 0 (`nothing`, as do) and dlse = −total that is total itself."""
         x = self._inputs(block, *qkv)
-        nothing = torch.zeros(do.shape, dtype=do.dtype, device=do.device)
         found = launch_backward(self.plan(block), x, Partial(nothing, lse), Partial(do, -total), ("q", "k", "v"))
         return found.q, found.k, found.v
 

@@ -47,9 +47,21 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What the computer at a device takes, in seconds: `call_s` before the first operation of a pass, `agree_s` until ranks
+    have agreed on a call (no message of forward is under way before), `work_s` to start an operation on the device, `post_s`
+    the messages of a step."""
+
+    call_s: float
+    agree_s: float
+    work_s: float
+    post_s: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """One device and its connections. `near`: to devices of its node; `far`: a network card; `launch_s`: what any kernel takes
-    at least; `source`: where the figures are from."""
+    at least; `host`: the computer that tells it what to do; `source`: where the figures are from."""
 
     name: str
     forward: Rates
@@ -59,28 +71,34 @@ class Machine:
     launch_s: float
     near: Link
     far: Link
+    host: Host
     source: str
 
     def rates(self, backward: bool) -> Rates:
         return self.backward if backward else self.forward
 
 
-NVLINK4 = Link(12e-6, 371e9)
-"""742 GB/s both ways of a nominal 900: NVIDIA/nccl issue 1264, eight H100. The latency of a send is an assumption."""
+NVLINK4 = Link(35e-6, 310e9)
+"""Of a nominal 450 GB/s: NCCL in torch 2.11 between two H200, 30 November 2026, both ways at once: 84 µs for 16 MiB, 258 for
+64, 890 for 256."""
 
 NDR400 = Link(25e-6, 46e9)
 """46 to 48 GB/s of a nominal 50: maintainers in NVIDIA/nccl-tests issue 290. The latency of a send is an assumption."""
 
+PYTHON = Host(call_s=100e-6, agree_s=300e-6, work_s=60e-6, post_s=120e-6)
+"""This package under torch 2.11 on a Xeon beside two H200, 30 November 2026, by its profiler."""
+
 H200 = Machine(
     "h200",
-    Rates(((64, 470e12), (128, 545e12), (256, 480e12)), edge=180, torn_edge=400),
-    Rates(((64, 360e12), (128, 450e12), (256, 230e12)), edge=200, torn_edge=900),
+    Rates(((64, 470e12), (128, 520e12), (256, 480e12)), edge=180, torn_edge=250),
+    Rates(((64, 360e12), (128, 430e12), (256, 230e12)), edge=200, torn_edge=760),
     processors=132,
     hbm_bytes_s=4.3e12,
     launch_s=5e-6,
     near=NVLINK4,
     far=NDR400,
-    source="tilewise's triton kernels (benchmarks/results/h200-triton-issue*.json, bf16), 90 % of 4.8 TB/s, NVLink 4, NDR",
+    host=PYTHON,
+    source="tilewise's triton kernels (bf16; d = 128 between short bursts and sustained), 90 % of 4.8 TB/s, NVLink 4, NDR",
 )
 
 H100 = Machine(
@@ -92,6 +110,7 @@ H100 = Machine(
     launch_s=5e-6,
     near=NVLINK4,
     far=NDR400,
+    host=PYTHON,
     source="Shah et al. 2024, FlashAttention-3, figures 5 and 6 (fp16; edges assumed), 90 % of 3.35 TB/s, NVLink 4, NDR",
 )
 

@@ -76,29 +76,38 @@ class Outline:
         teams, group, price = self.teams, self.teams.problem.group, self.prices
         kind, merges = "dq" if self.plan.backward else "part", teams.method.movement != "gather"
         seconds, pairs, merged, copied = (np.zeros((self.n, self.size)) for _ in range(4))
+        calls: dict[str, np.ndarray] = {name: np.zeros((self.n, self.size)) for name in ("compute", "merge")}
         for u, every in members(teams):
             mine, held = teams.q_heads(u), pass_.share.of(every)
             heads = Heads(max(mine.first, held.first * group), min(mine.past, held.past * group))
             for part in even(heads, group) if heads.count > 0 else []:
-                seconds[:, u] += price.attend(pass_.rows, pass_.pairs, part.count, pass_.full)
+                took = price.attend(pass_.rows, pass_.pairs, part.count, pass_.full)
+                seconds[:, u] += took
+                calls["compute"][:, u] += took > 0
                 pairs[:, u] += pass_.pairs * part.count
                 if merges:
-                    merged[:, u] += price.combine(kind, pass_.rows * begun, part.count)
+                    took = price.combine(kind, pass_.rows * begun, part.count)
+                    merged[:, u] += took
+                    calls["merge"][:, u] += took > 0
             if pass_.own is not None and held.count:
                 copied[:, u] += price.copy("kv", pass_.own, held.count)
-                merged[:, u] += self.plan.backward * price.combine("dkv", pass_.own, held.count)
+                took = self.plan.backward * price.combine("dkv", pass_.own, held.count)
+                merged[:, u] += took
+                calls["merge"][:, u] += took > 0
         begun |= pass_.pairs > 0
         self._work("copy", copied)
-        self._work("compute", seconds, pairs)
-        self._work("merge", merged)
+        self._work("compute", seconds, calls["compute"], pairs)
+        self._work("merge", merged, calls["merge"])
 
     def _arrive(self, steps: list[int], home: Rows, share: Share) -> None:
         """Gradients that have come home are added."""
         self._wait(steps)
-        added = np.zeros((self.n, self.size))
+        added, calls = np.zeros((2, self.n, self.size))
         for u, every in members(self.teams):
-            np.add.at(added[:, u], home.target, self.prices.combine("dkv", home.count, share.of(every).count))
-        self._work("merge", added)
+            took = self.prices.combine("dkv", home.count, share.of(every).count)
+            np.add.at(added[:, u], home.target, took)
+            np.add.at(calls[:, u], home.target, took > 0)
+        self._work("merge", added, calls)
 
     def _tree(self) -> None:
         """Parts, or dq, meet on all ranks."""
@@ -131,11 +140,13 @@ class Outline:
         mine = [self.prices.combine("dkv", self._counts("dkv")[:, u], self._heads("dkv")[u]) for u in range(self.size)]
         self._work("merge", np.stack(mine, 1))
         self._wait(self._post_heads([self._returned("dq")], [self._returned("dkv")]))
-        added = np.zeros((self.n, self.size))
+        added, calls = np.zeros((2, self.n, self.size))
         for u in range(self.size):
             for mate in set(range(self.size)) - {u}:
-                added[:, u] += self.prices.combine("dkv", self._counts("dkv")[:, u], self._heads("dkv")[mate])
-        self._work("merge", added)
+                took = self.prices.combine("dkv", self._counts("dkv")[:, u], self._heads("dkv")[mate])
+                added[:, u] += took
+                calls[:, u] += took > 0
+        self._work("merge", added, calls)
 
     def _finish(self) -> None:
         if not self.plan.backward:
@@ -185,9 +196,12 @@ class Outline:
 
     # events
 
-    def _work(self, kind: str, seconds: np.ndarray, pairs: np.ndarray | None = None) -> None:
+    def _work(self, kind: str, seconds: np.ndarray, calls: np.ndarray | None = None, pairs: np.ndarray | None = None) -> None:
+        """`calls`: operations, one of each rank that has any work unless given."""
         if seconds.any():
-            self.events.append(Work(kind, seconds.ravel(), np.zeros(self.world) if pairs is None else pairs.ravel()))
+            each = seconds > 0 if calls is None else calls
+            about = np.zeros(self.world) if pairs is None else pairs.ravel()
+            self.events.append(Work(kind, seconds.ravel(), about, each.ravel().astype(float)))
 
     def _wait(self, steps: list[int]) -> None:
         self.events += [Awaited(step) for step in steps]

@@ -26,7 +26,8 @@ class Prices:
         """One block: query rows, visible pairs of a head over the batch, query heads, and whether no pair of it is hidden.
 
         launch + max(operations / rate, bytes / bandwidth), of pairs + rows · edge pairs, 2(d + e) operations each forward and
-        2(3d + 2e) backward; slower where there are too few tiles for the processors. 0 where no row sees anything."""
+        2(3d + 2e) backward; slower where there are too few tiles for the processors (`_crowding`). 0 where no row sees
+        anything."""
         p, m, backward = self.plan.problem, self.machine, self.plan.backward
         rates = m.rates(backward)
         rows, pairs = np.asarray(rows, float), np.asarray(pairs, float)
@@ -36,11 +37,33 @@ class Prices:
         tiles = p.b * heads * np.maximum(rows / TILE, 1) * np.maximum(keys / SPLIT, 1)
         rate = rates.at(max(p.d, p.e)) * np.minimum(1, tiles / m.processors)
         operations = worked * heads * 2 * (3 * p.d + 2 * p.e if backward else p.d + p.e)
+        if backward:
+            operations = operations * self._crowding(keys, -(-heads // p.group), full)
         read = "q do stats dq" if backward else "q part"
         moved = heads * sum(rows * self.plan.row_bytes(kind) for kind in read.split())
         moved = moved + keys * -(-heads // p.group) * self.plan.row_bytes("kv") * (3 if backward else 1)
         seconds = m.launch_s + np.maximum(operations / rate, moved / m.hbm_bytes_s)
         return np.where(rows > 0, seconds, 0.0)
+
+    def _crowding(self, keys: np.ndarray, heads: int, full: bool | np.ndarray) -> np.ndarray:
+        """How many times as long backward takes because dk and dv, two thirds of it, have a tile for every `TILE` keys of a
+        key head only: of unequal tiles, where something is hidden, the last wave is half empty."""
+        seen = np.where(full, keys, 2 * keys)  # keys that any row sees, of a triangle
+        waves = self.plan.problem.b * heads * np.maximum(seen / TILE, 1) / self.machine.processors
+        return (1 + 2 * np.where(full, np.maximum(1, 1 / waves), 1 + 0.5 / waves)) / 3
+
+    def begin(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Before the first operation: keys and values are packed; backward also takes rowsum(do∘o) in two passes."""
+        p, size = self.plan.problem, self.plan.row_bytes
+        packed = self.copy("kv", keys, p.g)
+        return packed + self._move(rows * p.h * (2 * size("do") + 2 * size("part"))) if self.plan.backward else packed
+
+    def end(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """After the last: backward rounds its gradients."""
+        p, size = self.plan.problem, self.plan.row_bytes
+        if not self.plan.backward:
+            return np.zeros(np.shape(rows))
+        return self._move(rows * p.h * (size("dq") + size("q"))) + self._move(keys * p.g * (size("dkv") + size("kv")))
 
     def combine(self, kind: str, rows: Amount, heads: int) -> np.ndarray:
         """Merge or add: both are read, one is written."""

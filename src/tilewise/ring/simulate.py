@@ -1,7 +1,8 @@
 """How long a plan takes: a rank works, posts and waits one event after the other; a message starts when both its ends have
 posted it and the links on its way are free. Every event is one step for all ranks at once.
 
-    start[r] = max(now[r], end of the channel's last step at r)
+    work     = now[r] ← max(now[r], when the host has started it) + seconds
+    start[r] = max(now[r], end of the channel's last step at r, when the host has posted it)
     begin    = max(start[source], start[target], out[link of source] free, in[link of target] free)
     end      = begin + α + max(bytes out of the source's link, bytes into the target's) / W      over all messages of the step
     waiting  = now[r] ← max(now[r], last end of r's messages)"""
@@ -46,13 +47,14 @@ class Span(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Forecast:
     """What a plan would take. Seconds and bytes are arrays over ranks, but for `link_s`: the most that any device's own link
-    and any network card are busy. `work`: pairs times heads, "round rank"; `steps`: what was sent; `spans`: who does what
-    when, kept only where asked for."""
+    and any network card are busy. `idle_s`: while a device waits for its own host. `work`: pairs times heads,
+    "round rank"; `steps`: what was sent; `spans`: who does what when, kept only where asked for."""
 
     total_s: float
     alone_s: float
     spent_s: dict[str, np.ndarray]
     waited_s: np.ndarray
+    idle_s: np.ndarray
     link_s: np.ndarray
     sent_bytes: np.ndarray
     far_bytes: np.ndarray
@@ -84,17 +86,20 @@ class Forecast:
     @cached_property
     def losses(self) -> dict[str, float]:
         """Where the rest of N · total goes, as shares of it that add up with `efficiency` to 1: blocks smaller than one
-        device's, merges, copies, unequal work (the busiest rank's time beyond the mean), and communication in the open."""
+        device's, merges, copies, unequal work (the busiest rank's time beyond the mean), the host of the busiest rank, and
+        communication in the open."""
         whole = self.total_s or 1.0
         mean = {kind: float(x.mean()) / whole for kind, x in self.spent_s.items()}
         busy = self.busy_s
         unequal = float(busy.max() - busy.mean()) / whole
+        host = float(self.idle_s[busy.argmax()]) / whole
         return {
             "smaller blocks": mean["compute"] - self.efficiency,
             "merges": mean["merge"],
             "copies": mean["copy"],
             "unequal work": unequal,
-            "communication": 1 - float(busy.max()) / whole,
+            "the host": host,
+            "communication": 1 - float(busy.max()) / whole - host,
         }
 
 
@@ -105,15 +110,23 @@ def simulate(plan: Plan, cluster: Cluster = Cluster(), found: Survey | None = No
     prices, teams = Prices(plan, cluster.machine), Teams(plan.problem, plan.q, plan.kv, plan.method)
     found = survey(teams) if found is None else found
     outline = Outline(teams, found, prices)
-    events = replay(plan, prices) if plan.programs else outline.write()
+    counts = np.array(plan.q.counts), np.array(plan.kv.counts)
+    events = [_copies(prices.begin(*counts)), *(replay(plan, prices) if plan.programs else outline.write())]
+    events.append(_copies(prices.end(*counts)))
     stages = outline.stages()
     memory = np.array([peak_of(plan, teams, stages, r) for r in range(plan.world)])
-    return run(events, cluster, prices.alone(*found.whole(plan.q.replicated)), memory, keep)
+    agreed_s = 0.0 if plan.backward or plan.world == 1 else cluster.machine.host.agree_s
+    clock = Clock(cluster, plan.world, agreed_s, keep)
+    run(events, clock)
+    return clock.read(prices.alone(*found.whole(plan.q.replicated)), memory)
 
 
-def run(events: list[Event], cluster: Cluster, alone_s: float, memory: np.ndarray, keep: bool = False) -> Forecast:
+def _copies(seconds: np.ndarray) -> Work:
+    return Work("copy", seconds, 0 * seconds, (seconds > 0).astype(float))
+
+
+def run(events: list[Event], clock: Clock) -> None:
     """Every event for all ranks."""
-    clock = Clock(cluster, len(memory), keep)
     for event in events:
         if isinstance(event, Work):
             clock.work(event)
@@ -121,15 +134,18 @@ def run(events: list[Event], cluster: Cluster, alone_s: float, memory: np.ndarra
             clock.send(event)
         else:
             clock.wait(event)
-    return clock.read(alone_s, memory)
 
 
 class Clock:
-    """What time it is on each rank, and from when on each channel and link is free. Devices have a link to their node of their
-    own and share network cards as the cluster says; both carry as much in as out at once."""
+    """What time it is on each rank, for its device (`now`) and for its host, which goes ahead (`issued`); and from when on each
+    channel and link is free. Devices have a link to their node of their own and share network cards as the cluster says; both
+    carry as much in as out at once. No message is under way before `agreed_s`."""
 
-    def __init__(self, cluster: Cluster, world: int, keep: bool) -> None:
-        self.cluster, self.world, self.keep = cluster, world, keep
+    def __init__(self, cluster: Cluster, world: int, agreed_s: float, keep: bool) -> None:
+        self.cluster, self.world, self.agreed_s, self.keep = cluster, world, agreed_s, keep
+        self.host = cluster.machine.host
+        self.issued, self.idle = np.full(world, self.host.call_s), np.zeros(world)
+        self.fresh = np.ones(world, bool)
         links = world + int(cluster.card(np.array(world - 1))) + 1
         self.now = np.zeros(world)
         self.free_out, self.free_in = np.zeros(links), np.zeros(links)
@@ -143,15 +159,33 @@ class Clock:
         self.spans: list[Span] = []
 
     def work(self, event: Work) -> None:
+        """One operation after the other: the first since a message waits until it is issued, and none ends before the last one
+        is (`_catch_up`), in whichever order they are told."""
+        some = event.calls > 0
+        self._idle_until(np.where(some & self.fresh, self.issued + self.host.work_s, 0))
+        self.issued = self.issued + event.calls * self.host.work_s
+        self.fresh = self.fresh & ~some
         self._span(event.kind, self.now, self.now + event.seconds)
         self.now = self.now + event.seconds
         self.spent[event.kind] += event.seconds
         if event.kind == "compute":
             self.table.append(event.pairs)
 
+    def _catch_up(self) -> None:
+        self._idle_until(np.where(self.fresh, 0, self.issued))
+        self.fresh[:] = True
+
+    def _idle_until(self, issued: np.ndarray) -> None:
+        until = np.maximum(self.now, issued)
+        self.idle += until - self.now
+        self.now = until
+
     def send(self, event: Sent) -> None:
+        self._catch_up()
         a, b, size, world, links = event.source, event.target, event.size, self.world, len(self.free_in)
         start = np.maximum(self.now, self.channel_end.get(event.channel, np.zeros(world)))
+        self.issued[np.union1d(a, b)] += self.host.post_s
+        start = np.maximum(start, np.maximum(self.issued, self.agreed_s) if len(a) else 0)
         far = self.cluster.is_far(a, b)
         machine, card = self.cluster.machine, self.cluster.card
         out, into = np.where(far, world + card(a), a), np.where(far, world + card(b), b)
@@ -177,6 +211,7 @@ class Clock:
             self._span("send " + event.channel, np.minimum(first, last), last)
 
     def wait(self, event: Awaited) -> None:
+        self._catch_up()
         until = np.maximum(self.now, self.done[event.step])
         waited = until - self.now
         self._span("wait", self.now, until)
@@ -185,6 +220,7 @@ class Clock:
         self.now = until
 
     def read(self, alone_s: float, memory: np.ndarray) -> Forecast:
+        self._catch_up()
         work = np.stack(self.table) if self.table else np.zeros((0, self.world))
         links = np.array([self.busy_link[: self.world].max(), self.busy_link[self.world :].max()])
         return Forecast(
@@ -192,6 +228,7 @@ class Clock:
             alone_s=alone_s,
             spent_s=self.spent,
             waited_s=self.waited,
+            idle_s=self.idle,
             link_s=links,
             sent_bytes=self.sent,
             far_bytes=self.far,
