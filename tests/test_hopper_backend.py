@@ -63,15 +63,13 @@ CASES = {
 # ---- running kernels on numpy
 
 
-def forward(
-    problem: Problem, x: Inputs[torch.Tensor], monkeypatch: pytest.MonkeyPatch, programs: int = 3, **sizes: Any
-) -> Partial:
+def forward(problem: Problem, x: Inputs[torch.Tensor], monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Partial:
     """o and lse by the kernel's source; seldom more than three programs where they stay."""
     jobs: list[Any] = []
     monkeypatch.setattr(launch, "start", lambda kernel, grid, args, *rest: jobs.append((kernel, grid, args)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     chosen = hopper.configure(problem)
-    chosen = replace(chosen, programs=programs, forward=replace(chosen.forward, **sizes))
+    chosen = replace(chosen, programs=3, forward=replace(chosen.forward, **sizes))
     made = forward_pass.forward(problem, x, chosen)
     for kernel, grid, args in jobs:
         with numpy_gluon.emulated("tilewise.backends.hopper"):
@@ -115,15 +113,6 @@ def test_large_logits_are_right_with_either_reference(name, fixed, times, monkey
     x = tensors(asked)
     x = replace(x, q=x.q * times)
     assert failures(asked, "", forward(Problem.describe(x, asked.options), x, monkeypatch, fixed=fixed), x) == []
-
-
-@pytest.mark.parametrize("programs", [1, 5, 100])
-def test_programs_go_from_block_to_block(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks, some more and some fewer, and one each, which is followed by none."""
-    asked = replace(CASES["causal 64"], b=1, n=300)
-    x = tensors(asked)
-    made = forward(Problem.describe(x, asked.options), x, monkeypatch, programs, block_n=64)
-    assert failures(asked, "", made, x) == []
 
 
 @pytest.mark.parametrize("name", ["lengths 128", "causal 64"])
@@ -238,20 +227,6 @@ def test_lengths_of_blocks_are_right(mask: Any, n: int, s: int) -> None:
     for block, rows in enumerate(np.split(keep, range(sizes.block_m, n, sizes.block_m))):
         seen = np.flatnonzero(rows.any(0))
         assert found[block] == max(1, seen.max() // 128 - seen.min() // 128 + 1 if len(seen) else 1)
-
-
-@pytest.mark.parametrize(
-    "n, s, aligned", [(300, 300, True), (128, 256, True), (130, 333, False), (500, 300, None), (77, 205, None)]
-)
-def test_half_a_tile_is_left_out_only_where_it_is_hidden(n: int, s: int, aligned: bool | None) -> None:
-    problem = Problem.describe(tensors(case("", Causal(), n=n, s=s, b=1, h=1)), Options(Causal()))
-    band, keep, sizes = config.band_of(problem), problem.keep()[0, 0], config.FORWARD[128]
-    assert band is not None
-    found = forward_pass.aligned_to(band[1], problem, sizes)
-    assert aligned is None or found == aligned
-    for rows in np.split(keep, range(sizes.block_m, n, sizes.block_m)) if found else ():
-        tile = np.flatnonzero(rows.any(0)).max() // sizes.block_n * sizes.block_n
-        assert np.flatnonzero(rows[0]).max() == tile and not rows[:64, tile + 64 :].any()
 
 
 def test_programs_of_a_roster_end_together() -> None:

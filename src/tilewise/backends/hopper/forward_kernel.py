@@ -2,8 +2,7 @@
 One warp brings tiles; the others, in warpgroups of 64 rows each, multiply.
 
 The product with v of one tile and the product with k of the next are in flight together, so that a warpgroup computes weights
-while the tensor cores work for the other; from block to block, too, where a program has several (AHEAD): o of one leaves while
-q·kᵀ of the next is made. What the pipeline assumes, that nothing hidden is infinite and no sum overflows, is
+while the tensor cores work for the other. What the pipeline assumes, that nothing hidden is infinite and no sum overflows, is
 asked once in the end; a program that has met the contrary does its rows again, with care (`careful`)."""
 
 # Kernels are in Gluon's language, not Python's:
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from .careful import again
 from .channel import arrived, claim, open_door, open_ring, open_turns, pass_turn, release, send, take_turn, tile
 from .inline import agree, anew, declare_flag, flag, lower_flag, note, rounded, vote
-from .layouts import ROWS, beside, folded, in_memory, joined, of_rows, of_sums
+from .layouts import ROWS, beside, folded, in_memory, of_rows, of_sums
 from .steps import (
     HIGHS,
     as_operand,
@@ -80,34 +79,11 @@ def producer(slabs, rings, mask, axes, tasks, C: gl.constexpr):
 
 
 @gluon.jit
-def q_by_k(rings, at, served, KEYS: gl.constexpr, MINE: gl.constexpr, C: gl.constexpr):
-    """Start q·kᵀ of the first KEYS of a tile."""
+def q_by_k(rings, at, served, MINE: gl.constexpr, C: gl.constexpr):
+    """Start q·kᵀ of a tile."""
     q, k = tile(rings[0], served, MINE, C.Q), tile(rings[1], at, 0, C.K)
-    if KEYS < C.BLOCK_N:
-        k = k.slice(0, KEYS)
-    return warpgroup_mma(q, k.permute((1, 0)), no_product(KEYS), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def no_product(KEYS: gl.constexpr):
-    """What stands for q·kᵀ of a tile where there is none."""
-    return gl.zeros([ROWS, KEYS], gl.float32, of_sums(KEYS))
-
-
-@gluon.jit
-def enter(rings, at, served, MINE: gl.constexpr, C: gl.constexpr):
-    """Start q·kᵀ of the first tile of a block, as far as these rows may see it."""
-    arrived(rings[0], served, C.Q)
-    arrived(rings[1], at, C.K)
-    return q_by_k(rings, at, served, C.FIRST[MINE], MINE, C)
-
-
-@gluon.jit
-def entered(x, rings, at, C: gl.constexpr):
-    """That product, once it is made."""
-    x = warpgroup_mma_wait(0, deps=[x])
-    release(rings[1], at, C.K)
-    return x
+    nothing = gl.zeros([ROWS, C.BLOCK_N], gl.float32, of_sums(C.BLOCK_N))
+    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -116,7 +92,7 @@ def absorb(m, l, x, unit, alpha, MINE: gl.constexpr, C: gl.constexpr):
     the warp has outgrown its reference. A warp decides for itself."""
     moved = gl.to_tensor(0)
     if not C.FIXED:
-        highs = highest(x, C.BLOCK_N)
+        highs = highest(x, C)
         vote(highs * unit - beside(m, highs), TAU, MINE, HIGHS // 2)
         moved = flag(MINE)
         alpha = gl.full([ROWS], 1.0, gl.float32, of_rows(C.BLOCK_N))
@@ -135,7 +111,7 @@ def turn(state, rings, at, served, rows, t, visits, score, CUT: gl.constexpr, MI
     arrived(rings[1], at, C.K)
     if C.TURNS:
         take_turn(MINE, C.TURN)
-    x = q_by_k(rings, at, served, C.BLOCK_N, MINE, C)
+    x = q_by_k(rings, at, served, MINE, C)
     if not C.FIXED:
         if moved != 0:
             acc = scaled(acc, alpha)
@@ -159,25 +135,24 @@ def turn(state, rings, at, served, rows, t, visits, score, CUT: gl.constexpr, MI
 
 
 @gluon.jit
-def fold(x, rings, at, served, rows, visits, score, MINE: gl.constexpr, C: gl.constexpr):
-    """The state after every tile that the rows see, its last product under way, and how many tiles have gone. x: q·kᵀ of the
-    first."""
+def fold(rings, at, served, rows, visits, score, MINE: gl.constexpr, C: gl.constexpr):
+    """The state after every tile that the rows see, and how many tiles have gone."""
     unit, count, partial = unit_of(score, C), visits[3] - visits[0], cut(visits)
+    arrived(rings[1], at, C.K)
+    x = warpgroup_mma_wait(0, deps=[q_by_k(rings, at, served, MINE, C)])
+    release(rings[1], at, C.K)
     start = nth(0, visits) * C.BLOCK_N
-    x = logits(x, start, rows, score, C.FIRST[MINE], C)
+    x = logits(x, start, rows, score, C.BLOCK_N, C)
     if partial > 0:
-        x = hide(x, start, rows, C.FIRST[MINE], C)
-    m = rowmax(highest(x, C.FIRST[MINE]), C) * unit
+        x = hide(x, start, rows, C.BLOCK_N, C)
+    m = rowmax(highest(x, C), C) * unit
     p = gl.exp2(x * unit - beside(pivot(m), x))
-    l = sums(p, C.FIRST[MINE], C)
-    p = rounded(p, rings[2][0].dtype)
-    if C.FIRST[MINE] < C.BLOCK_N:  # none of these rows sees the right half
-        p = joined(p, gl.full([ROWS, C.BLOCK_N // 2], 0.0, p.dtype, p.type.layout), C.BLOCK_N)
+    l = sums(p, C.BLOCK_N, C)
     if C.FIXED:  # a row that sees something, but nothing of its first tile, has no reference
         l += beside(gl.where((m == float("-inf")) & (rows[1] < rows[2]), float("nan"), 0.0), l)
     alpha = gl.full([ROWS], 1.0, gl.float32, of_rows(C.BLOCK_N))
     acc = gl.zeros([ROWS, C.E], gl.float32, of_sums(C.E))
-    state = (m, l, acc, as_operand(p, C), alpha, gl.to_tensor(0))
+    state = (m, l, acc, as_operand(rounded(p, rings[2][0].dtype), C), alpha, gl.to_tensor(0))
     at += 1
     for t in range(1, partial):
         state = turn(state, rings, at, served, rows, t, visits, score, True, MINE, C)
@@ -193,6 +168,8 @@ def fold(x, rings, at, served, rows, visits, score, MINE: gl.constexpr, C: gl.co
         if moved != 0:
             acc = scaled(acc, alpha)
     acc = warpgroup_mma(p, tile(rings[2], at - 1, 0, C.V), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(rings[2], at - 1, C.V)
     return m, l, acc, at
 
 
@@ -204,38 +181,20 @@ def judge(l, acc, MINE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def leave(m, l, acc, sink, here, at, out, rings, room, axes, LATER: gl.constexpr, MINE: gl.constexpr, C: gl.constexpr):
-    """o and lse of a block whose last product is under way, with LATER others that have been started since."""
-    b, head, block = here
-    acc = warpgroup_mma_wait(LATER, deps=[acc])
-    release(rings[2], at - 1, C.V)
+def o_block(one, out, rings, room, given, at, served, MINE: gl.constexpr, C: gl.constexpr):
+    """A warpgroup's share of one block of query rows of one head. How many tiles have gone."""
+    b, head, block = place(one, given[1], C)
+    row = block * C.BLOCK_M + MINE * ROWS
+    rows, score, sink = rows_of(row, b, head, given, of_rows(C.BLOCK_N), C)
+    visits = visits_of(b, block, given[0], given[1], C)
+    arrived(rings[0], served, C.Q)
+    m, l, acc, at = fold(rings, at, served, rows, visits, score, MINE, C)
     judge(l, acc, MINE, C)
     o, lse = finish(m, total(l, C), acc, sink, C)
-    write(o, lse, b, head, block * C.BLOCK_M + MINE * ROWS + anew(), out, room.index(MINE), axes, C)
-
-
-@gluon.jit
-def o_block(x, here, following, out, rings, room, given, at, served, count, MINE: gl.constexpr, C: gl.constexpr):
-    """A warpgroup's share of one block of query rows of one head, `served` of a program's `count`. Where AHEAD, x is q·kᵀ of
-    its first tile, but for a program's first block. That of the next block, where this lies, and how many tiles have gone."""
-    b, head, block = here
-    rows, score, sink = rows_of(block * C.BLOCK_M + MINE * ROWS, b, head, given, of_rows(C.BLOCK_N), C)
-    visits = visits_of(b, block, given[0], given[1], C)
-    if not C.AHEAD or served == 0:
-        x = entered(enter(rings, at, served, MINE, C), rings, at, C)
-    m, l, acc, at = fold(x, rings, at, served, rows, visits, score, MINE, C)
-    if C.AHEAD and served + 1 < count:
-        x = enter(rings, at, served + 1, MINE, C)
-        there = place(following, given[1], C)
-        leave(m, l, acc, sink, here, at, out, rings, room, given[1], 1, MINE, C)
-        x = entered(x, rings, at, C)
-    else:
-        there = place(following, given[1], C)
-        leave(m, l, acc, sink, here, at, out, rings, room, given[1], 0, MINE, C)
-        x = no_product(C.FIRST[MINE])
+    write(o, lse, b, head, row + anew(), out, room.index(MINE), given[1], C)
     if not C.APART:
         release(rings[0], served, C.Q)
-    return x, there, at
+    return at
 
 
 @gluon.jit
@@ -245,11 +204,11 @@ def consumer(out, rings, room, given, tasks, MINE: gl.constexpr, C: gl.constexpr
     lower_flag(BROKEN + MINE)
     if C.TURNS:
         open_turns(MINE, C.TURN, C.GROUPS)
-    x, at, count = no_product(C.FIRST[MINE]), gl.to_tensor(0), rounds(tasks, C)
-    here = place(own(0, tasks, C), given[1], C)
-    for served in range(count):
+    at, one = gl.to_tensor(0), own(0, tasks, C)
+    for served in range(rounds(tasks, C)):
         following = own(served + 1, tasks, C)
-        x, here, at = o_block(x, here, following, out, rings, room, given, at, served, count, MINE, C)
+        at = o_block(one, out, rings, room, given, at, served, MINE, C)
+        one = following
     if not C.WIDE:
         tma.store_wait(0)
     return (agree(BROKEN + MINE, C.VERDICT, C.READERS),)

@@ -14,7 +14,7 @@ from ..made import made_of, unseen
 from ..reads import blocks, readable
 from ..sight import FAR, Sight
 from ..tape import Tape, repeat
-from .config import Config, Forward, padded
+from .config import Config, padded
 from .forward_kernel import forward_kernel
 from .launch import launch, tiles
 from .looks import looked_at, roster_of, visits_of_rows
@@ -64,16 +64,10 @@ def variant(p: Problem, x: Inputs[Tensor], sight: Sight, config: Config) -> Vari
     plain = x.alibi is None and p.score.softcap is None and p.score.scale >= LEAST
     kind = "NONE" if sight.kind == "NONE" else "BAND" if sight.first is None else "ROWS"
     late = kind == "ROWS" or (kind == "BAND" and sight.left + p.n > 1)
-    aligned = kind == "BAND" and not late and aligned_to(sight.right, p, config.forward)
     return Variant(
-        config.forward, padded(p.d), padded(p.e), p.e, p.dtype, kind, aligned, late, plain, p.score.softcap is not None,
+        config.forward, padded(p.d), padded(p.e), p.e, p.dtype, kind, late, plain, p.score.softcap is not None,
         x.alibi is not None, x.sink is not None, p.wide,
     )  # fmt: skip
-
-
-def aligned_to(right: int, p: Problem, sizes: Forward) -> bool:
-    """Whether a block of query rows sees all keys up to a diagonal of one of its tiles: see `Variant.ALIGNED`."""
-    return sizes.block_m == sizes.block_n and (right - 1) % sizes.block_n == 0 and p.n - 1 + right <= p.s
 
 
 def _mask(sight: Sight, visits: Tensor | None, p: Problem) -> tuple[Any, ...]:

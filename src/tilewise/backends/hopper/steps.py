@@ -87,9 +87,9 @@ def pivot(m):
 
 
 @gluon.jit
-def highest(x, COLUMNS: gl.constexpr):
+def highest(x, C: gl.constexpr):
     """The largest of a thread's own columns, HIGHS a row."""
-    return gl.max(folded(x, COLUMNS, HIGHS), 1)
+    return gl.max(folded(x, C.BLOCK_N, HIGHS), 1)
 
 
 @gluon.jit

@@ -46,9 +46,6 @@ class Variant:
     DTYPE: str
     MASK: str
     """NONE; BAND, an interval at a fixed distance from the diagonal; or ROWS, an interval for each row."""
-    ALIGNED: bool = False
-    """The first tile that a block of query rows visits starts with the last key that the first row sees, and has as many keys
-    as the block has rows."""
     LATE: bool = True
     """Some row sees a key but not the first."""
     PLAIN: bool = True
@@ -92,17 +89,6 @@ class Variant:
     def APART(self) -> bool:
         """o does not leave through the shared memory of q."""
         return self.sizes.apart or self.E > self.D
-
-    @property
-    def FIRST(self) -> tuple[int, ...]:
-        """Keys of a block's first tile that each warpgroup looks at: half of them or all, for they are powers of two."""
-        half = self.ALIGNED and self.GROUPS == 2
-        return tuple(self.BLOCK_N // 2 if half and part == 0 else self.BLOCK_N for part in range(self.GROUPS))
-
-    @property
-    def AHEAD(self) -> bool:
-        """The first product of a program's next block is made while o of the block before leaves."""
-        return self.sizes.persistent and self.APART and self.sizes.ahead > 1
 
     @property
     def WORKERS(self) -> list[int]:
@@ -183,6 +169,6 @@ class Variant:
     @property
     def products(self) -> int:
         """Instructions of the tensor cores: each warpgroup has three products with k and three with v, alone at the start and
-        the end and together in two loops, and where AHEAD one more with k between blocks; and there are those of `careful`."""
+        the end and together in two loops; and there are those of `careful`."""
         k, v, few = self.D // 16, self.sizes.block_n // 16, self.sizes.block_n // self.FEW
-        return self.sizes.groups * ((4 if self.AHEAD else 3) * k + 3 * v) + few * k + v
+        return 3 * self.sizes.groups * (k + v) + few * k + v
