@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # one thread a process: the tests run in two processes already
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint check bench kernels browser gpu clean
+.PHONY: setup demo test lint check bench kernels tritons browser gpu clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -38,10 +38,16 @@ bench: setup
 # the kernels compile, with no GPU, on the oldest Triton too, and on the oldest whose Gluon is known (the newest is in `make test`)
 OLDEST_TRITON := 3.5.1
 OLDEST_GLUON := 3.6.0
-kernels: setup
-	for version in $(OLDEST_TRITON) $(OLDEST_GLUON); do $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-$$version triton==$$version || exit 1; done
-	TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_TRITON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_triton_compile.py
+OLD_TRITONS := $(OLDEST_TRITON:%=$(VENV)/triton-%/.installed) $(OLDEST_GLUON:%=$(VENV)/triton-%/.installed)
+kernels: $(OLD_TRITONS)
+	TILEWISE_KERNELS=few TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_TRITON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_triton_compile.py -n 2
 	TILEWISE_TRITON=$(VENV)/triton-$(OLDEST_GLUON) $(TEST_ENV) $(BIN)/python -m pytest tests/test_hopper_compile.py
+
+tritons: $(OLD_TRITONS)
+
+$(VENV)/triton-%/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(@D) triton==$*
+	@touch $@
 
 # the explainer page in a real browser
 APT := env DEBIAN_FRONTEND=noninteractive apt-get

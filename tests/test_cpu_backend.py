@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from cpu_code import runnable
 import tilewise as tw
 from tilewise import backends, testing
 from tilewise.backends.cpu import config, decode_call, refusals, selfcheck, sight
+from tilewise.cases import CASES
 from tilewise.problem import Inputs, Options, Problem
 
 CPU = backends.load("cpu")
@@ -165,6 +168,29 @@ def test_a_result_does_not_depend_on_the_tasks():
         found = CPU.forward(problem, x, config.Config(sizes.target, panels, sizes.keys, sizes.rows))
         made.append((found.o, found.lse))
     assert all(torch.equal(a, b) for other in made[1:] for a, b in zip(made[0], other, strict=True))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if min(case.b, case.n, case.s)], ids=lambda case: case.name)
+def test_small_blocks_of_keys_change_no_more_than_rounding(case):
+    """One block that holds all keys, as most cases have it, goes another way than several."""
+    x = testing.tensors(case.inputs(), "float32", "cpu")
+    problem = Problem.describe(x, case.options)
+    sizes = config.configure(problem)
+    found, right = (CPU.forward(problem, x, replace(sizes, keys=keys, known={})) for keys in (16, sizes.keys))
+    assert testing.agree(found.o, right.o) and testing.agree(found.lse, right.lse)
+
+
+def test_calls_of_several_threads_at_once_keep_apart():
+    """Small ones use the memory that each thread keeps, larger ones their own."""
+    given = [draw(1, n, s, 2, 1, 32, 32) for n, s in ((5, 9), (33, 70), (1, 300), (130, 400), (48, 192))]
+    right = [tw.attention(x.q, x.k, x.v, mask=tw.Causal(), backend="cpu") for x in given]
+
+    def repeat(at: int) -> bool:
+        x = given[at % len(given)]
+        return all(torch.equal(tw.attention(x.q, x.k, x.v, mask=tw.Causal(), backend="cpu"), right[at % 5]) for _ in range(50))
+
+    with ThreadPoolExecutor(5) as threads:
+        assert all(threads.map(repeat, range(15)))
 
 
 def test_keys_of_decode_are_split_by_the_problem_alone():

@@ -108,7 +108,7 @@ def test_an_answer_that_is_off_by_a_thousandth_is_not():
 def test_large_logits_cost_no_more_accuracy_than_they_do_in_torch():
     """The scores have the bits that the forward's had, so that the weights of a row sum up to 1 as nearly as lse allows."""
     errors: dict[str, list[float]] = {"cpu": [], "torch": [], "another forward": []}
-    for seed in range(20):
+    for seed in range(10):
         case = Case(f"large logits {seed}", b=1, n=53, s=53, h=2, g=2, options=Options(Causal()), size=2.5)
         x, grads = tensors(case.inputs(), "float32", "cpu"), upstream(case, "float32")
         problem = Problem.describe(x, case.options)

@@ -1,8 +1,8 @@
 """Kernels compile without a GPU, for every sort of GPU, in processes where Triton is not the interpreter: all of them, into no
 more shared memory than there is, and on a Hopper with the tensor cores and without losses that the assembler warns of.
 
-`TILEWISE_TRITON=<folder>` tests another Triton, installed with `pip install --target`, and `TILEWISE_KERNELS=every` compiles
-every case for every GPU: see `make kernels`."""
+`TILEWISE_TRITON=<folder>` tests another Triton, installed with `pip install --target`. `TILEWISE_KERNELS=few` compiles every
+case for one GPU, `TILEWISE_KERNELS=every` every case for every GPU: see `make kernels`."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_a_planted_error_is_found(tmp_path: Path) -> None:
 
 
 def test_planted_sizes_that_do_not_fit_are_found(tmp_path: Path) -> None:
-    told = compiled(tmp_path, "--target", "sm_120", "--case", "plain bfloat16 512", "--plant", "large")
+    told = compiled(tmp_path, "--target", "sm_120", "--case", "band bfloat16 128", "--plant", "large")
     [line] = problems(told)
     assert "forward_kernel [128×128, 8 warps, 6 stages]" in line and "where there are 101376" in line

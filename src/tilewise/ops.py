@@ -97,16 +97,16 @@ def run(x: Inputs[Tensor], request: Request) -> Partial:
     if not compiling:
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             return _differentiable(x, wire)
-        if _plain(x):
+        if _plain(x.q, x.k, x.v, x.bias, x.alibi, x.sink):
             plan = plan_of(x, wire)
             remember(x, request, wire, plan)
             return eager(plan, wire, x)
     return Partial(*attention(x.q, x.k, x.v, [getattr(x, name) for name in request.extras], *wire))
 
 
-def _plain(x: Inputs[Tensor]) -> bool:
+def _plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors as such, and no mode or tracer wants to see operators."""
-    for t in (x.q, x.k, x.v, x.bias, x.alibi, x.sink):
+    for t in tensors:
         if t is not None and (type(t) not in (Tensor, Parameter) or t.is_neg()):
             return False
     return not _watched()
@@ -140,10 +140,10 @@ def again(q: Tensor, k: Tensor, v: Tensor, words: Words) -> Partial | None:
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
     known = recall(q, k, v, words)
-    x = Inputs(q, k, v)
-    if known is None or torch.is_autocast_enabled(q.device.type) or not _plain(x):
+    if known is None or torch.is_autocast_enabled("cpu" if q.is_cpu else q.device.type) or not _plain(q, k, v):
         return None
-    return eager(*known, x)
+    x = Inputs(q, k, v)
+    return eager(*known, x) if torch.is_grad_enabled() else backends().forward(known.plan, x)
 
 
 def eager(plan: Plan, wire: Wire, x: Inputs[Tensor]) -> Partial:

@@ -117,17 +117,21 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def recall(q: Tensor, k: Tensor, v: Tensor, words: Words) -> Known | None:
-    """What an earlier call of these words came to; None where there was none."""
-    key = _key(q, k, v, words)
-    return None if key is None else _known.get(key)
+    """What an earlier call of these words came to; None where there was none. Anything may be asked for: what is not a plain
+    call is not among those that are kept."""
+    try:
+        return _known.get(_key(q, k, v, words))
+    except (AttributeError, TypeError):  # these are no tensors, or words that nobody can look up
+        return None
 
 
 def remember(x: Inputs[Tensor], request: Request, wire: Wire, plan: Plan) -> None:
     """Keep what a call has come to, if it is one of plain words."""
     o = request.options
-    if wire.arrays or request.extras or o.positions is not None:
+    words = Words(o.mask, o.scale, o.softcap, request.backend, o.deterministic)
+    if wire.arrays or request.extras or o.positions is not None or any([type(word) not in PLAIN for word in words[1:]]):  # noqa: C419
         return
-    key = _key(x.q, x.k, x.v, Words(o.mask, o.scale, o.softcap, request.backend, o.deterministic))
+    key = _key(x.q, x.k, x.v, words)
     if key is not None:
         if len(_known) >= MOST_PLANS:
             _known.clear()
@@ -135,15 +139,13 @@ def remember(x: Inputs[Tensor], request: Request, wire: Wire, plan: Plan) -> Non
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, words: Words) -> Any:
-    """All that a plain call depends on; None where it is none."""
-    mask, *others = words
-    if (mask is not None and not isinstance(mask, Mask)) or any([type(word) not in PLAIN for word in others]):  # noqa: C419
-        return None
-    said = None
+    """All that a plain call depends on; None where the mask holds arrays or functions, or is none."""
+    mask, said = words.mask, None
     if mask is not None:
+        if not isinstance(mask, Mask):
+            return None
         text, ints, arrays = mask.encode()
         if arrays or "where" in text:
             return None
         said = (text, *ints)
-    tensors = [(t.shape, t.dtype, t.device) if isinstance(t, Tensor) else None for t in (q, k, v)]
-    return None if None in tensors else (said, *others, *tensors)
+    return said, words[1:], q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +23,17 @@ def configure(problem: Problem):
     return replace(sizes, workspace_bytes=threads.available() * most)
 
 
+@cache
+def _forward_call() -> Any:
+    """The module of that name, imported when something runs."""
+    from . import forward_call
+
+    return forward_call
+
+
 def forward(problem: Problem, x: Inputs[Tensor], config) -> Partial:
     """o and lse; see `forward_call`."""
-    from .forward_call import forward
-
-    return forward(problem, x, config)
+    return _forward_call().forward(problem, x, config)
 
 
 def backward(

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 
 from .vector import ADDRESS, F32, INDEX, Code, Value
 
+LINE = 64
+"""Bytes that memory fetches at a time, or fewer; tiles in scratch memory begin at multiples of it."""
+
 COUNTERS = ("task", "slot")
 """The next task, and the next thread's place in the scratch memory. They are 0 when a call begins."""
 

@@ -16,13 +16,14 @@ from ...tiles import TileShape
 from ..made import made_of
 from ..remember import remember
 from . import threads
+from .arguments import LINE
 from .arithmetic import LOG2_E
 from .backward_kernel import BLOCK, MATRICES, PANEL, REACH, SUMS_BYTES
 from .backward_steps import STRIP, odd_row
 from .config import Config
 from .forward_call import options, seeded
 from .kernels import kernel
-from .prepared import ALONE, LINE, Prepared, float32, rowwise, steps
+from .prepared import ALONE, Prepared, float32, rowwise, steps
 from .sight import Sight, look
 from .target import Target, l2_bytes
 
@@ -112,7 +113,7 @@ def backward(
             available = threads.available()
             key = ("backward", available, *needs, *[t.stride() for t in tensors.values()])
             prepared = remember(config.known, key, tensors["q"], lambda: prepare(p, tensors, config, needs, available))
-            (prepared if p.dropout is None else seeded(prepared, p)).run(tensors)
+            (prepared if p.dropout is None else seeded(prepared, p)).run(tensors.values())
         found = {name: FINISH[name](p, x, tensors) for name in needs}
         return Inputs(*[found.get(name, getattr(x, name)) for name in NAMES])
 
@@ -177,7 +178,7 @@ def prepare(problem: Problem, tensors: Tensors, config: Config, needs: Sequence[
         "first_ptr": sight.first.data_ptr(), "past_ptr": sight.past.data_ptr(), "row_b": 4 * p.n * apart,
         "reach_ptr": seen.data_ptr(), "reach_b": 8 * seen.stride(0) * apart,
     }  # fmt: skip
-    pointers = tuple((name, BLOCK.place[f"{name}_ptr"] // 8) for name in tensors)
+    pointers = tuple(BLOCK.place[f"{name}_ptr"] // 8 for name in tensors)
     address = kernel("backward", p, target).address("backward")
     return Prepared(address, bytes(BLOCK.filled(words)), BLOCK, pointers, size, count, (seen, *sight.held))
 

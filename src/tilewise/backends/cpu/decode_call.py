@@ -10,12 +10,13 @@ from torch import Tensor
 from ...problem import Problem
 from ..remember import remember
 from . import threads
+from .arguments import LINE
 from .arithmetic import LOG2_E
 from .config import Config
 from .decode_kernel import BLOCK, CHUNKS_AT, head_bytes, step_keys
 from .kernels import kernel
 from .pack import key_columns
-from .prepared import ALONE, LINE, Prepared, steps
+from .prepared import ALONE, Prepared, steps
 from .sight import Sight, look
 
 PARTS = 256
@@ -32,15 +33,17 @@ def suits(problem: Problem) -> bool:
     return p.n == 1 and not extras
 
 
-def run(problem: Problem, tensors: dict[str, Tensor], config: Config) -> None:
-    """Fill o and lse, which are among the tensors."""
+def run(problem: Problem, tensors: dict[str, Tensor], config: Config) -> Prepared:
+    """Fill o and lse, which are among the tensors; by which call."""
     p, (splits, _) = problem, split(problem)
     lanes, columns = config.target.lanes, key_columns(config.target, p.e)
     tensors["partial"] = torch.empty(p.b * p.h * splits * (columns + lanes), dtype=torch.float32, device="cpu")
     tensors["counter"] = torch.zeros(p.b, dtype=torch.int64, device="cpu")
     available = threads.available()
     key = ("decode", available, *[t.stride() for t in tensors.values()])
-    remember(config.known, key, tensors["q"], lambda: prepare(p, tensors, config, available)).run(tensors)
+    prepared: Prepared = remember(config.known, key, tensors["q"], lambda: prepare(p, tensors, config, available))
+    prepared.run(tensors.values())
+    return prepared
 
 
 def split(problem: Problem) -> tuple[int, int]:
@@ -70,7 +73,7 @@ def prepare(problem: Problem, tensors: dict[str, Tensor], config: Config, availa
         "scratch_ptr": 0, "scratch_bytes": -(-size // LINE) * LINE, "counter_ptr": 0, "partial_ptr": 0,
     }  # fmt: skip
     count = 1 if 2 * p.b * p.h * p.s * (p.d + p.e) <= ALONE else min(available, p.b * splits)
-    pointers = tuple((name, BLOCK.place[f"{name}_ptr"] // 8) for name in tensors)
+    pointers = tuple(BLOCK.place[f"{name}_ptr"] // 8 for name in tensors)
     template = bytes(BLOCK.filled(words))
     address, held = kernel("decode", p, target).address("decode"), (sight.first, sight.past)
     return Prepared(address, template, BLOCK, pointers, words["scratch_bytes"], count, held)

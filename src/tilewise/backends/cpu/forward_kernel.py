@@ -14,24 +14,24 @@ from typing import Any
 from llvmlite import ir
 
 from ...mask import Tile
-from .arguments import Block, Words
+from .arguments import LINE, Block, Words
 from .arithmetic import LN_2, LOG2_E, exp2, log
 from .micro import product
 from .pack import pack_keys, pack_queries, pack_values, unpack_outputs
 from .panel import careful_product, hide, weigh
 from .scores import OPTIONS, Place, add_alibi, add_bias, cap, drop, hide_points
 from .target import Target
-from .vector import ADDRESS, I8, I32, INDEX, Code, Module, Value
+from .vector import ADDRESS, I8, I32, INDEX, ITEMSIZE, Code, Module, Value
 
 BLOCK = Block(
     "q_ptr", "q_b", "q_h", "q_n", "k_ptr", "k_b", "k_g", "k_s", "v_ptr", "v_b", "v_g", "v_s",
     "o_ptr", "o_b", "o_h", "o_n", "lse_ptr", "first_ptr", "past_ptr", "sight_b", "sink_ptr", "sinks",
-    "b", "h", "group", "n", "s", "d", "e", "scale_f32", "rows", "keys", "d_columns", "e_columns",
+    "b", "h", "group", "n", "s", "d", "e", "scale_f32", "rows", "keys", "ahead", "d_columns", "e_columns",
     "scratch_ptr", "scratch_bytes", "o_at", "state_at", "p_at", "k_at", "v_at",
     "kind_ptr", "kind_b", "kind_h", "kind_n", *OPTIONS,
 )  # fmt: skip
-"""What a call tells the kernel. Distances are in bytes; `rows` of a task, whole panels, and `keys` of a block; the tiles in a
-thread's scratch memory begin at …_at, those of Qᵀ at 0."""
+"""What a call tells the kernel. Distances are in bytes; `rows` of a task, whole panels, and `keys` of a block; `ahead`: rows
+that are fetched while a tile of scores is computed; the tiles in a thread's scratch memory begin at …_at, those of Qᵀ at 0."""
 
 FOREVER = 2**31 - 1
 """No key comes after this one."""
@@ -70,10 +70,11 @@ def write(target: Target, kind: Any, out: Any) -> Module:
 
 def write_task(module: Module, kind: Any, out: Any) -> ir.Function:
     """`attend(block, scratch, task)`: o and lse of a block of query rows; the last rows of all heads, which see the most
-    keys of a causal mask, come first."""
+    keys of a causal mask, come first. Where one block holds all keys, panels come and go one by one."""
     panel = module.target.panel
     begin, end = write_begin(module, kind), write_end(module, out)
-    absorb_block = write_block(module, kind)
+    load, absorb = write_load(module, kind), write_panel(module, kind)
+    absorb_block = write_block(module, load, absorb)
     with module.function("attend", (ADDRESS, ADDRESS, INDEX)) as code:
         block, scratch, task = code.arguments
         w = Words(code, BLOCK, block)
@@ -83,17 +84,25 @@ def write_task(module: Module, kind: Any, out: Any) -> ir.Function:
         b, x = head // w.h, head % w.h
         count = code.lesser(w.rows, w.n - i)
         panels = (count + (panel - 1)) // panel
-        lo, hi = code.variable(w.s), code.variable(code.index(0))
-        with code.loop(panels) as p:
-            code.call(begin, block, scratch, b, x, i + p * panel, p)
-            state = state_of(code, w, scratch, p)
-            lo.set(code.lesser(code.get(state.lo, INDEX), lo.get()))
-            hi.set(code.greater(code.get(state.hi, INDEX), hi.get()))
-        with code.loop(lo.get() // w.keys, (hi.get() + w.keys - 1) // w.keys) as c:
-            start = c * w.keys
-            code.call(absorb_block, block, scratch, head, i, start, code.greater(lo.get(), start), hi.get())
-        with code.loop(panels) as p:
-            code.call(end, block, scratch, b, x, i + p * panel, p)
+        with code.either(w.s <= w.keys) as (one, several):
+            with one:
+                dirty = code.call(load, block, scratch, head, 0, 0, w.s)
+                with code.loop(panels) as p:
+                    code.call(begin, block, scratch, b, x, i + p * panel, 0)
+                    code.call(absorb, block, scratch, head, i + p * panel, 0, 0, w.s, dirty)
+                    code.call(end, block, scratch, b, x, i + p * panel, 0)
+            with several:
+                lo, hi = code.variable(w.s), code.variable(code.index(0))
+                with code.loop(panels) as p:
+                    code.call(begin, block, scratch, b, x, i + p * panel, p)
+                    state = state_of(code, w, scratch, p)
+                    lo.set(code.lesser(code.get(state.lo, INDEX), lo.get()))
+                    hi.set(code.greater(code.get(state.hi, INDEX), hi.get()))
+                with code.loop(lo.get() // w.keys, (hi.get() + w.keys - 1) // w.keys) as c:
+                    start = c * w.keys
+                    code.call(absorb_block, block, scratch, head, i, start, code.greater(lo.get(), start), hi.get())
+                with code.loop(panels) as p:
+                    code.call(end, block, scratch, b, x, i + p * panel, p)
     return module.find("attend")  # type: ignore[return-value]
 
 
@@ -146,37 +155,86 @@ def look(code: Code, w: Words, at: tuple[Value, Value], bounds: list, places: tu
     code.store(places[1], past)
 
 
-def write_block(module: Module, kind: Any) -> ir.Function:
-    """`absorb_block(block, scratch, head, i, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, brought into
-    float32 and absorbed by every panel of the task whose first row is i that sees some of them."""
+def write_load(module: Module, kind: Any) -> ir.Function:
+    """`load(block, scratch, head, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, brought into float32.
+    Returns 1 where some value is not finite."""
     target = module.target
     keys_of, values_of = pack_keys(module, kind), pack_values(module, kind)
-    absorb = {vectors: write_absorb(module, vectors) for vectors in range(1, target.vectors + 1)}
-    with module.function("absorb_block", (ADDRESS, ADDRESS, INDEX, INDEX, INDEX, INDEX, INDEX)) as code:
-        block, scratch, head, i, start, lo, hi = code.arguments
+    with module.function("load", (ADDRESS, ADDRESS, *[INDEX] * 4), gives=INDEX) as code:
+        block, scratch, head, start, lo, hi = code.arguments
         w = Words(code, BLOCK, block)
         b, g = head // w.h, head % w.h // w.group
+        source = w.k_ptr + b * w.k_b + g * w.k_g + lo * w.k_s
+        code.call(keys_of, source, w.k_s, hi - lo, w.d, scratch + w.k_at + (lo - start) * (w.d_columns * 4))
+        source, v = w.v_ptr + b * w.v_b + g * w.v_g + lo * w.v_s, scratch + w.v_at + (lo - start) * (4 * target.rows)
+        code.result = code.call(values_of, source, w.v_s, hi - lo, w.e, v, w.keys)
+    return module.find("load")  # type: ignore[return-value]
+
+
+def write_block(module: Module, load: ir.Function, absorb: ir.Function) -> ir.Function:
+    """`absorb_block(block, scratch, head, i, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, loaded and
+    absorbed by every panel of the task whose first row is i that sees some of them."""
+    panel = module.target.panel
+    with module.function("absorb_block", (ADDRESS, ADDRESS, *[INDEX] * 5)) as code:
+        block, scratch, head, i, start, lo, hi = code.arguments
+        w = Words(code, BLOCK, block)
         hi, count = code.lesser(start + w.keys, hi), code.lesser(w.rows, w.n - i)
-        panels = (count + (target.panel - 1)) // target.panel
+        panels = (count + (panel - 1)) // panel
         wanted = code.variable(code.index(0))
         with code.loop(panels) as p:
-            wanted.set(wanted.get() | tile_kind(code, w, head, i + p * target.panel, start))
+            wanted.set(wanted.get() | tile_kind(code, w, head, i + p * panel, start))
         with code.when(wanted.get().differs(Tile.EMPTY)):
-            k, v, k_row = scratch + w.k_at, scratch + w.v_at, w.d_columns * 4
-            source = w.k_ptr + b * w.k_b + g * w.k_g + lo * w.k_s
-            code.call(keys_of, source, w.k_s, hi - lo, w.d, k + (lo - start) * k_row)
-            source = w.v_ptr + b * w.v_b + g * w.v_g + lo * w.v_s
-            dirty = code.call(values_of, source, w.v_s, hi - lo, w.e, v + (lo - start) * (4 * target.rows), w.keys)
+            dirty = code.call(load, block, scratch, head, start, lo, hi)
             with code.loop(panels) as p:
-                state, row = state_of(code, w, scratch, p), i + p * target.panel
-                mine = code.greater(code.get(state.lo, INDEX), start)
-                keys, here = code.lesser(code.get(state.hi, INDEX), hi) - mine, tile_kind(code, w, head, row, start)
-                with code.when((keys > 0) & here.differs(Tile.EMPTY)):
-                    vectors = (w.n - row + (target.lanes - 1)) // target.lanes
-                    for size, function in absorb.items():
-                        with code.when(vectors.equals(size) if size < target.vectors else vectors >= size):
-                            code.call(function, block, scratch, head, row, p, start, mine, keys, here | (dirty << 8))
+                code.call(absorb, block, scratch, head, i + p * panel, p, start, hi, dirty)
     return module.find("absorb_block")  # type: ignore[return-value]
+
+
+def write_panel(module: Module, kind: Any) -> ir.Function:
+    """`absorb_panel(block, scratch, head, i, p, start, hi, dirty)`: the keys before `hi` of the loaded block that begins at
+    `start`, absorbed by panel p, whose first query is row i, if it sees some of them."""
+    target, fetch = module.target, write_fetch(module, kind)
+    absorb = {vectors: write_absorb(module, vectors, fetch) for vectors in range(1, target.vectors + 1)}
+    with module.function("absorb_panel", (ADDRESS, ADDRESS, *[INDEX] * 6)) as code:
+        block, scratch, head, i, p, start, hi, dirty = code.arguments
+        w = Words(code, BLOCK, block)
+        state = state_of(code, w, scratch, p)
+        mine = code.greater(code.get(state.lo, INDEX), start)
+        keys, here = code.lesser(code.get(state.hi, INDEX), hi) - mine, tile_kind(code, w, head, i, start)
+        with code.when((keys > 0) & here.differs(Tile.EMPTY)):
+            vectors = (w.n - i + (target.lanes - 1)) // target.lanes
+            for size, function in absorb.items():
+                with code.when(vectors.equals(size) if size < target.vectors else vectors >= size):
+                    code.call(function, block, scratch, head, i, p, start, mine, keys, here | (dirty << 8))
+    return module.find("absorb_panel")  # type: ignore[return-value]
+
+
+def write_fetch(module: Module, kind: Any) -> ir.Function:
+    """`fetch(block, head, i, p, start, t)`: while panel p, whose first query is row i, works on the t-th tile of its scores,
+    memory fetches some rows of what is loaded next: of the keys and values of the block after the one that begins at `start`,
+    or where one block holds all keys, of the queries of the next panel."""
+    panel, rows = module.target.panel, module.target.rows
+    with module.function("fetch", (ADDRESS, *[INDEX] * 5)) as code:
+        block, head, i, p, start, t = code.arguments
+        w = Words(code, BLOCK, block)
+        b, x = head // w.h, head % w.h
+
+        def ask(base: Value, step: Value, columns: Value, span: tuple[Value, Value]) -> None:
+            with code.loop(*span) as r, code.loop(code.index(0), columns * ITEMSIZE[kind], LINE) as at:
+                code.prefetch(base + step * r + at, 2)
+
+        with code.either(w.s <= w.keys) as (one, several):
+            with one:
+                first = i + panel + t * w.ahead
+                span = first, code.lesser(code.lesser(first + w.ahead, i + 2 * panel), w.n)
+                ask(w.q_ptr + b * w.q_b + x * w.q_h, w.q_n, w.d, span)
+            with several:
+                first = start + w.keys + (p * (w.keys // rows) + t) * w.ahead
+                span = first, code.lesser(code.lesser(first + w.ahead, start + w.keys * 2), w.s)
+                g = x // w.group
+                ask(w.k_ptr + b * w.k_b + g * w.k_g, w.k_s, w.d, span)
+                ask(w.v_ptr + b * w.v_b + g * w.v_g, w.v_s, w.e, span)
+    return module.find("fetch")  # type: ignore[return-value]
 
 
 def tile_kind(code: Code, w: Words, head: Value, i: Value, start: Value) -> Value:
@@ -189,12 +247,12 @@ def tile_kind(code: Code, w: Words, head: Value, i: Value, start: Value) -> Valu
     return kind.get()
 
 
-def write_absorb(module: Module, vectors: int) -> ir.Function:
+def write_absorb(module: Module, vectors: int, fetch: ir.Function) -> ir.Function:
     """`absorb(block, scratch, head, i, p, start, j, keys, kind)`: panel p, whose first query is row i, after the keys j …
     j + keys − 1 of the block that begins at `start`: scores, weights, and what they add to o. `kind`: of the tile, and in the
     bits above a byte whether some value is not finite."""
     target, name = module.target, f"absorb_{vectors}"
-    scores, outputs = product(module, target.rows, vectors, "zero"), product(module, target.rows, vectors, "rescale")
+    scores, outputs = product(module, target.rows, vectors, "zero"), product(module, target.rows, vectors, "rescale", unroll=1)
     careful, marked, plain = careful_product(module, vectors), weigh(module, vectors, True), weigh(module, vectors, False)
     score, dropped = write_score(module, vectors), drop(module, BLOCK, vectors)
     with module.function(name, (ADDRESS, ADDRESS, *[INDEX] * 7)) as code:
@@ -206,6 +264,7 @@ def write_absorb(module: Module, vectors: int) -> ir.Function:
         k, v = scratch + w.k_at + (j - start) * k_row, scratch + w.v_at + (j - start) * tile
         alpha = s + (w.keys + target.rows) * row
         with code.loop(code.index(0), keys, target.rows) as r:
+            code.call(fetch, block, head, i, p, start, r // target.rows)
             code.call(scores, k + r * k_row, k_row, 4, queries, row, w.d, s + r * row, row, s)
         code.call(score, block, s, head, i, j, keys, state.m, kind & 255)
         with code.either((kind >> 8).equals(0)) as (clean, dirty):

@@ -61,9 +61,14 @@ def weigh(module: Module, vectors: int, marked: bool) -> ir.Function:
         s, keys, m, l, alpha = code.arguments  # noqa: E741 - the paper's ℓ
         before = vectors_at(code, m, vectors)
         largest = [code.variable(x) for x in before]
-        with rows(code, s, keys, vectors) as (_, places):
-            for most, place in zip(largest, places, strict=True):
-                most.set(code.greater(code.load(place), most.get()))
+        others = [code.variable(x) for x in before]  # of every other key: two chains wait less than one
+        row = 4 * module.target.panel
+        with code.loop(code.index(0), keys, 2) as j:
+            for found, key in ((largest, j), (others, code.lesser(j + 1, keys - 1))):
+                for most, score in zip(found, vectors_at(code, s + key * row, vectors), strict=True):
+                    most.set(code.greater(score, most.get()))
+        for most, other in zip(largest, others, strict=True):
+            most.set(code.greater(other.get(), most.get()))
         pivots, sums = [], []
         for v in range(vectors):
             at, most = v * code.vector_bytes, largest[v].get()

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import threads
-from .arguments import Block
-
-LINE = 64
-"""Bytes that tiles in scratch memory are aligned to."""
+from .arguments import LINE, Block
 
 ALONE = 2**22
 """Operations of a call that one thread does sooner than several are woken."""
+
+KEPT = 2**18
+"""Bytes of scratch memory that every thread of Python keeps: handing so much back and asking for it anew takes longer than a
+small call."""
+
+
+class Kept(threading.local):
+    """The scratch memory that a thread of Python keeps. What it holds is of no meaning once a kernel has returned, and a thread
+    waits for the kernel that it has called."""
+
+    def __init__(self) -> None:
+        self.memory = (ctypes.c_char * (KEPT + LINE))()
+        self.address = aligned(ctypes.addressof(self.memory))
 
 
 class Prepared(NamedTuple):
@@ -25,22 +37,31 @@ class Prepared(NamedTuple):
     """Of the kernel."""
     template: bytes
     block: Block
-    pointers: tuple[tuple[str, int], ...]
-    """Names of tensors, and the words that hold their addresses."""
+    pointers: tuple[int, ...]
+    """The words that hold the addresses of tensors."""
     scratch_bytes: int
     """Of one thread."""
     threads: int
     held: tuple[Tensor, ...]
     """What the template has addresses of."""
 
-    def run(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the addresses in and go."""
-        words = self.block.make.from_buffer_copy(self.template)
-        scratch = torch.empty(self.scratch_bytes * self.threads + LINE, dtype=torch.uint8, device="cpu")
-        for name, at in self.pointers:
-            words[at] = tensors[name].data_ptr()
-        words[self.block.place["scratch_ptr"] // 8] = -(-scratch.data_ptr() // LINE) * LINE
+    def run(self, tensors: Iterable[Tensor]) -> None:
+        """Fill the addresses in, those of the tensors in the order of `pointers`, and go."""
+        words, size, memory = self.block.make.from_buffer_copy(self.template), self.scratch_bytes * self.threads, None
+        for at, tensor in zip(self.pointers, tensors, strict=True):
+            words[at] = tensor.data_ptr()
+        if size > KEPT:
+            memory = torch.empty(size + LINE, dtype=torch.uint8, device="cpu")
+        words[self.block.place["scratch_ptr"] // 8] = _kept.address if memory is None else aligned(memory.data_ptr())
         threads.run(self.address, ctypes.addressof(words), self.threads)
+
+
+def aligned(address: int) -> int:
+    """The first address from this one on at which a tile may begin."""
+    return -(-address // LINE) * LINE
+
+
+_kept = Kept()
 
 
 def rowwise(x: Tensor) -> Tensor:

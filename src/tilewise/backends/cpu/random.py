@@ -11,13 +11,13 @@ from .vector import I32, I64, Code, Value
 def philox(code: Code, counter: Sequence[Value], key: Sequence[Value]) -> list[Value]:
     """Philox4x32-10: four random words for each lane of four counter words, all int32; the two words of the key are single
     numbers or vectors."""
-    c0, c1, c2, c3 = (word if word.count else code.vector(word) for word in counter)
-    k0, k1 = key
+    words: list[Value] = [word if word.count else code.vector(word) for word in counter]
+    keys: list[Value] = list(key)
     for _ in range(ROUNDS):
-        (high, low), (other_high, other_low) = (_product(c, m) for c, m in zip((c0, c2), MULTIPLIERS, strict=True))
-        c0, c1, c2, c3 = other_high ^ c1 ^ k0, other_low, high ^ c3 ^ k1, low
-        k0, k1 = (k + _signed(w) for k, w in zip((k0, k1), WEYL, strict=True))
-    return [c0, c1, c2, c3]
+        (high, low), (other_high, other_low) = (_product(c, m) for c, m in zip(words[::2], MULTIPLIERS, strict=True))
+        words = [other_high ^ words[1] ^ keys[0], other_low, high ^ words[3] ^ keys[1], low]
+        keys = [k + _signed(w) for k, w in zip(keys, WEYL, strict=True)]
+    return words
 
 
 def choose(code: Code, words: Sequence[Value], lane: Value) -> Value:

@@ -225,10 +225,10 @@ class Code:
         )
         self.builder.call(made, [vector.raw, address.raw, ir.Constant(I32, align), self.first(count).raw])
 
-    def prefetch(self, address: Value) -> None:
-        """Say that a line of memory will be read soon. The address may be anything."""
+    def prefetch(self, address: Value, level: int = 1) -> None:
+        """Say that a line of memory will be read soon, and into which cache to bring it. The address may be anything."""
         made = self.module.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [ADDRESS, I32, I32, I32]))
-        self.builder.call(made, [address.raw, *(ir.Constant(I32, x) for x in (0, 3, 1))])  # for reading, near, data
+        self.builder.call(made, [address.raw, *(ir.Constant(I32, x) for x in (0, 4 - level, 1))])  # for reading, near, data
 
     def first(self, count: Value) -> Value:
         """True in the first `count` lanes."""
