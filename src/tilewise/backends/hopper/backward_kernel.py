@@ -195,14 +195,10 @@ def leave(dq, staged, at, MINE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def own(C: gl.constexpr):
-    """The place of k among a program's own tiles: 0. Where a mask takes registers, what products need to find them is better
-    made in each step than kept in local memory."""
-    if C.MASK == "NONE":
-        first = 0
-    else:
-        first = anew()
-    return first
+def own(at):
+    """The place of k among a program's own tiles: 0, for no program has so many steps, but not to the compiler. What products
+    need to find these tiles is better made in each step than kept: registers are few, and ptxas would keep it in memory."""
+    return at >> 30
 
 
 @gluon.jit
@@ -211,7 +207,7 @@ def step(rings, at, m, head, block, score, mask, visits, n, s, MINE: gl.constexp
     rows, keys, beside = rings
     D: gl.constexpr = of_operand(C.WIDTH)
     zero = gl.zeros([HALF, C.M], gl.float32, of_sums(C.M))
-    first = own(C)
+    first = own(at)
     k, v = (tile(keys, 0, first, C.KEYS), tile(keys, 0, first + 1, C.KEYS))
     k, v = k.slice(MINE * HALF, HALF, 0), v.slice(MINE * HALF, HALF, 0)
     q, do = tile(rows, at, 0, C.ROWS), tile(rows, at, 1, C.ROWS)
@@ -242,7 +238,7 @@ def step(rings, at, m, head, block, score, mask, visits, n, s, MINE: gl.constexp
 def dq_of(rings, exchange, at, MINE: gl.constexpr, C: gl.constexpr):
     """This warpgroup's part of dq of a step, under way: half the columns of 64 rows, or all of half of 128."""
     meet(C.MET + (at & 1) * 2 + 1 - MINE, BOTH)
-    k, ds = tile(rings[1], 0, own(C), C.KEYS), exchange.index(at & 1).reshape([C.N, C.M])
+    k, ds = tile(rings[1], 0, own(at), C.KEYS), exchange.index(at & 1).reshape([C.N, C.M])
     if C.SPLIT:
         k = k.slice(MINE * C.COLUMNS, C.COLUMNS, 1)
     else:
