@@ -9,6 +9,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -55,25 +56,28 @@ def state_bytes(target: Target) -> int:
 def write(target: Target, kind: Any, out: Any) -> Module:
     """The kernel `forward` for inputs and outputs of these kinds."""
     module = Module(target)
-    attend = write_task(module, kind, out)
+    attend = write_task(module, write_begin(module, kind), write_block(module, kind), write_end(module, out))
     with module.function("forward", (ADDRESS,), exported=True) as code:
-        (block,) = code.arguments
-        w = Words(code, BLOCK, block)
-        scratch = w.scratch_ptr + BLOCK.take(code, block, "slot") * w.scratch_bytes
-        tasks = w.b * w.h * ((w.n + w.rows - 1) // w.rows)
-        with code.repeat() as leave:
-            task = BLOCK.take(code, block, "task")
-            leave(task >= tasks)
-            code.call(attend, block, scratch, task)
+        each_task(code, attend)
     return module
 
 
-def write_task(module: Module, kind: Any, out: Any) -> ir.Function:
+def each_task(code: Code, attend: ir.Function) -> None:
+    """Take tasks until none is left: what every thread of a call does."""
+    (block,) = code.arguments
+    w = Words(code, BLOCK, block)
+    scratch = w.scratch_ptr + BLOCK.take(code, block, "slot") * w.scratch_bytes
+    tasks = w.b * w.h * ((w.n + w.rows - 1) // w.rows)
+    with code.repeat() as leave:
+        task = BLOCK.take(code, block, "task")
+        leave(task >= tasks)
+        code.call(attend, block, scratch, task)
+
+
+def write_task(module: Module, begin: ir.Function, absorb_block: ir.Function, end: ir.Function) -> ir.Function:
     """`attend(block, scratch, task)`: o and lse of a block of query rows; the last rows of all heads, which see the most
     keys of a causal mask, come first."""
     panel = module.target.panel
-    begin, end = write_begin(module, kind), write_end(module, out)
-    absorb_block = write_block(module, kind)
     with module.function("attend", (ADDRESS, ADDRESS, INDEX)) as code:
         block, scratch, task = code.arguments
         w = Words(code, BLOCK, block)
@@ -108,23 +112,32 @@ def write_begin(module: Module, kind: Any) -> ir.Function:
     with module.function("begin", (ADDRESS, ADDRESS, INDEX, INDEX, INDEX, INDEX)) as code:
         block, scratch, b, x, i, p = code.arguments
         w, row_bytes = Words(code, BLOCK, block), 4 * target.panel
-        queries, o = scratch + p * w.d_columns * row_bytes, scratch + w.o_at + p * w.e_columns * row_bytes
-        state = state_of(code, w, scratch, p)
-        bounds = [code.variable(code.vector(x, I32)) for x in (FOREVER, 0, 0, FOREVER)]
+        queries = scratch + p * w.d_columns * row_bytes
         for v in range(target.vectors):
             at, row = v * code.vector_bytes, i + v * target.lanes
-            code.store(state.m + at, code.vector(-math.inf))
-            code.store(state.l + at, code.vector(0.0))
             with code.when(row < w.n):
                 source = w.q_ptr + b * w.q_b + x * w.q_h + row * w.q_n
                 code.call(pack, source, w.q_n, w.n - row, w.d, queries + at, w.scale_f32)
-                look(code, w, (b, row), bounds, (state.first + at, state.past + at))
-        reduce = (code.least, code.most, code.most, code.least)
-        for place, bound, of in zip((state.lo, state.hi, state.full_lo, state.full_hi), bounds, reduce, strict=True):
-            code.put(place, of(bound.get()).to(INDEX))
-        with code.loop(w.e_columns * target.vectors) as r:
-            code.store(o + r * code.vector_bytes, code.vector(0.0))
+        begin_state(code, w, scratch, (b, i, p))
     return module.find("begin")  # type: ignore[return-value]
+
+
+def begin_state(code: Code, w: Words, scratch: Value, at: tuple[Value, Value, Value]) -> None:
+    """An empty state of panel p, whose first query is row i of entry b, and what the panel sees; `at`: b, i and p."""
+    target, (b, i, p) = code.module.target, at
+    state, o = state_of(code, w, scratch, p), scratch + w.o_at + p * w.e_columns * (4 * target.panel)
+    bounds = [code.variable(code.vector(x, I32)) for x in (FOREVER, 0, 0, FOREVER)]
+    for v in range(target.vectors):
+        place, row = v * code.vector_bytes, i + v * target.lanes
+        code.store(state.m + place, code.vector(-math.inf))
+        code.store(state.l + place, code.vector(0.0))
+        with code.when(row < w.n):
+            look(code, w, (b, row), bounds, (state.first + place, state.past + place))
+    reduce = (code.least, code.most, code.most, code.least)
+    for place, bound, of in zip((state.lo, state.hi, state.full_lo, state.full_hi), bounds, reduce, strict=True):
+        code.put(place, of(bound.get()).to(INDEX))
+    with code.loop(w.e_columns * target.vectors) as r:
+        code.store(o + r * code.vector_bytes, code.vector(0.0))
 
 
 def look(code: Code, w: Words, at: tuple[Value, Value], bounds: list, places: tuple[Value, Value]) -> None:
@@ -147,11 +160,23 @@ def look(code: Code, w: Words, at: tuple[Value, Value], bounds: list, places: tu
 
 
 def write_block(module: Module, kind: Any) -> ir.Function:
-    """`absorb_block(block, scratch, head, i, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, brought into
-    float32 and absorbed by every panel of the task whose first row is i that sees some of them."""
+    """`absorb_block`, see `absorb_keys`, for keys that are brought into float32."""
     target = module.target
     keys_of, values_of = pack_keys(module, kind), pack_values(module, kind)
     absorb = {vectors: write_absorb(module, vectors) for vectors in range(1, target.vectors + 1)}
+
+    def bring(code: Code, w: Words, scratch: Value, k: Value, v: Value, at: Value, count: Value) -> Value:
+        code.call(keys_of, k, w.k_s, count, w.d, scratch + w.k_at + at * w.d_columns * 4)
+        return code.call(values_of, v, w.v_s, count, w.e, scratch + w.v_at + at * (4 * target.rows), w.keys)
+
+    return absorb_keys(module, bring, absorb)
+
+
+def absorb_keys(module: Module, bring: Callable[..., Value], absorb: dict[int, ir.Function]) -> ir.Function:
+    """`absorb_block(block, scratch, head, i, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, brought near
+    and absorbed by every panel of the task whose first row is i that sees some of them. `bring`: writes what packs `count` rows
+    of K and V as rows `at` … of the block, and gives whether some value is not finite; `absorb`: for so many vectors."""
+    target = module.target
     with module.function("absorb_block", (ADDRESS, ADDRESS, INDEX, INDEX, INDEX, INDEX, INDEX)) as code:
         block, scratch, head, i, start, lo, hi = code.arguments
         w = Words(code, BLOCK, block)
@@ -162,14 +187,13 @@ def write_block(module: Module, kind: Any) -> ir.Function:
         with code.loop(panels) as p:
             wanted.set(wanted.get() | tile_kind(code, w, head, i + p * target.panel, start))
         with code.when(wanted.get().differs(Tile.EMPTY)):
-            k, v, k_row = scratch + w.k_at, scratch + w.v_at, w.d_columns * 4
-            source = w.k_ptr + b * w.k_b + g * w.k_g + lo * w.k_s
-            code.call(keys_of, source, w.k_s, hi - lo, w.d, k + (lo - start) * k_row)
-            source = w.v_ptr + b * w.v_b + g * w.v_g + lo * w.v_s
-            dirty = code.call(values_of, source, w.v_s, hi - lo, w.e, v + (lo - start) * (4 * target.rows), w.keys)
+            lo = lo & -target.step
+            k = w.k_ptr + b * w.k_b + g * w.k_g + lo * w.k_s
+            v = w.v_ptr + b * w.v_b + g * w.v_g + lo * w.v_s
+            dirty = bring(code, w, scratch, k, v, lo - start, hi - lo)
             with code.loop(panels) as p:
                 state, row = state_of(code, w, scratch, p), i + p * target.panel
-                mine = code.greater(code.get(state.lo, INDEX), start)
+                mine = code.greater(code.get(state.lo, INDEX), start) & -target.step
                 keys, here = code.lesser(code.get(state.hi, INDEX), hi) - mine, tile_kind(code, w, head, row, start)
                 with code.when((keys > 0) & here.differs(Tile.EMPTY)):
                     vectors = (w.n - row + (target.lanes - 1)) // target.lanes
@@ -227,6 +251,8 @@ def write_absorb(module: Module, vectors: int) -> ir.Function:
 def write_score(module: Module, vectors: int) -> ir.Function:
     """`score(block, s, head, i, j, keys, state, kind)`: all that is done to scores before softmax, masks included."""
     name = f"score_{vectors}"
+    if (found := module.find(name)) is not None:
+        return found
     biased, sloped, capped = (make(module, BLOCK, vectors) for make in (add_bias, add_alibi, cap))
     masked, tested = hide(module, vectors), hide_points(module, BLOCK, vectors)
     with module.function(name, (*Place.takes, ADDRESS, INDEX)) as code:
