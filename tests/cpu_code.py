@@ -25,10 +25,35 @@ def runnable() -> list[target.Target]:
 
 def run(where: target.Target, write: Callable[[Code, Words], Any], **words: Any) -> None:
     """Compile a function and call it: arrays become `words.<name>_ptr`, numbers `words.<name>`."""
-    named = {f"{k}_ptr" if isinstance(x, np.ndarray) else k: x for k, x in words.items()}
-    block, module = Block(*named), Module(where)
+    compiled(where, write, **words)(**words)
+
+
+def compiled(where: target.Target, write: Callable[[Code, Words], Any], **words: Any) -> Callable[..., None]:
+    """A function of words like these; of their values nothing is looked at."""
+    names = {k: f"{k}_ptr" if isinstance(x, np.ndarray) else k for k, x in words.items()}
+    block, module = Block(*names.values()), Module(where)
     with module.function("go", (ADDRESS,), exported=True) as code:
         write(code, Words(code, block, code.arguments[0]))
     library = machinecode.Library(machinecode.compile(module), where)
-    filled = block.filled({k: x.ctypes.data if isinstance(x, np.ndarray) else x for k, x in named.items()})
-    threads.run(library.address("go"), ctypes.addressof(filled), 1)
+
+    def call(**given: Any) -> None:
+        filled = block.filled({names[k]: x.ctypes.data if isinstance(x, np.ndarray) else x for k, x in given.items()})
+        threads.run(library.address("go"), ctypes.addressof(filled), 1)
+
+    return call
+
+
+def undefined(code: bytes) -> list[str]:
+    """Names that an ELF file wants from elsewhere: machine code that calls a library would need that library."""
+    at, size, count = (int.from_bytes(code[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    sections = [code[at + i * size : at + (i + 1) * size] for i in range(count)]
+    kind = [int.from_bytes(s[4:8], "little") for s in sections]
+    place = [(int.from_bytes(s[24:32], "little"), int.from_bytes(s[32:40], "little")) for s in sections]
+    index = kind.index(2)  # SHT_SYMTAB
+    names, (start, length) = place[int.from_bytes(sections[index][40:44], "little")][0], place[index]
+    found = []
+    for symbol in range(start + 24, start + length, 24):
+        name, section = (int.from_bytes(code[symbol + a : symbol + b], "little") for a, b in ((0, 4), (6, 8)))
+        if section == 0:
+            found.append(code[names + name : code.index(b"\0", names + name)].decode())
+    return [one for one in found if one not in ("memset", "memcpy", "sched_yield", "_GLOBAL_OFFSET_TABLE_")]

@@ -17,7 +17,7 @@ from cpu_code import runnable
 
 import tilewise as tw
 from tilewise import backends, testing
-from tilewise.backends.cpu import config, decode_call, refusals, selfcheck, sight
+from tilewise.backends.cpu import choose, config, decode_call, refusals, selfcheck, sight
 from tilewise.cases import CASES
 from tilewise.problem import Inputs, Options, Problem
 
@@ -50,8 +50,9 @@ def test_many_keys_cost_no_accuracy():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_are_converted_on_load(dtype):
-    """The same numbers as float32 give the same result, rounded once; and `wide` does not round at all."""
+def test_half_types_are_converted_on_load(dtype, monkeypatch):
+    """The same numbers as float32 give the same result, rounded once, where products are made of vectors."""
+    monkeypatch.setattr(choose, "tiled", lambda: None)
     x = draw(1, 101, 203, 4, 2, 40, 24, dtype)
     for one in (x, Inputs(x.q[:, -1:], x.k, x.v)):
         exact = tw.attention(*(t.float() for t in (one.q, one.k, one.v)), mask=tw.Causal(), backend="cpu")
@@ -250,7 +251,7 @@ def test_kernels_that_compute_something_wrong_are_not_used(monkeypatch, tmp_path
         monkeypatch.setattr(selfcheck, "forward", lambda *given: 1 / 0)
         selfcheck.broken.cache_clear()
         assert "ZeroDivisionError" in reasons(x)
-        monkeypatch.setattr(selfcheck, "host", lambda: None)
+        monkeypatch.setattr(selfcheck, "best", lambda dtype: None)
         selfcheck.broken.cache_clear()
         assert "this processor has neither" in reasons(x)
         assert not list(tmp_path.rglob("checked-*"))

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("llvmlite")
 
-from cpu_code import runnable
+from cpu_code import runnable, undefined
 
 import tilewise as tw
 from tilewise.backends.cpu import backward_kernel, decode_kernel, forward_kernel, machinecode, store, threads
@@ -43,22 +43,6 @@ def test_every_target_compiles_without_its_hardware(name, kernel):
     code = machinecode.compile(module)
     assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == MACHINES[name]
     assert kernel.encode() in code and not undefined(code)
-
-
-def undefined(code: bytes) -> list[str]:
-    """Names that an ELF file wants from elsewhere: machine code that calls a library would need that library."""
-    at, size, count = (int.from_bytes(code[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
-    sections = [code[at + i * size : at + (i + 1) * size] for i in range(count)]
-    kind = [int.from_bytes(s[4:8], "little") for s in sections]
-    place = [(int.from_bytes(s[24:32], "little"), int.from_bytes(s[32:40], "little")) for s in sections]
-    index = kind.index(2)  # SHT_SYMTAB
-    names, (start, length) = place[int.from_bytes(sections[index][40:44], "little")][0], place[index]
-    found = []
-    for symbol in range(start + 24, start + length, 24):
-        name, section = (int.from_bytes(code[symbol + a : symbol + b], "little") for a, b in ((0, 4), (6, 8)))
-        if section == 0:
-            found.append(code[names + name : code.index(b"\0", names + name)].decode())
-    return [one for one in found if one not in ("memset", "memcpy", "sched_yield", "_GLOBAL_OFFSET_TABLE_")]
 
 
 def test_a_call_of_a_library_would_be_noticed():

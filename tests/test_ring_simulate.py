@@ -138,11 +138,12 @@ def test_a_device_waits_for_its_host():
         assert told.losses["the host"] == pytest.approx(told.idle_s[0] / told.total_s)
 
 
-def test_two_devices_fetch_keys_one_rank_at_a_time():
+def test_two_devices_do_not_divide_their_messages():
+    """Each costs the host more than it hides."""
     for rows in (8192, 32768):
         for backward in (False, True):
             choice = choose(big(2, rows, Causal(), h=32, g=4), 2, backward=backward, layout="zigzag")
-            assert choice.method == Method("direct", at_once=1), (rows, backward)
+            assert choice.method in (Method("direct", at_once=1), Method("gather")), (rows, backward)
 
 
 def test_shared_cards_carry_twice_as_much():
@@ -183,8 +184,8 @@ def test_slower_links_never_help(data, world, backward):
 def test_prices_are_the_roofline():
     plan = Plan(big(8, 8192), owners.zigzag(65536, 8), owners.zigzag(65536, 8), Method(), False)
     prices = Prices(plan, H200)
-    operations = 8192 * (8192 + 180) * 64 * 4 * 128
-    assert prices.attend(8192, 8192 * 8192, 64, True) == pytest.approx(5e-6 + operations / 520e12)
+    operations = 8192 * (8192 + 250) * 64 * 4 * 128
+    assert prices.attend(8192, 8192 * 8192, 64, True) == pytest.approx(5e-6 + operations / 690e12)
     assert prices.attend(0, 0, 64, False) == 0
     one = prices.attend(1, 131072, 64, False)  # a decoding step reads its keys once
     assert one == pytest.approx(5e-6 + 131072 * 8 * 256 * 2 / 4.3e12, rel=1e-3)

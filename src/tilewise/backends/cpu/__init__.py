@@ -1,5 +1,5 @@
-"""Kernels for CPUs: machine code that LLVM makes of Python, for any head size, mask and score, in float32 arithmetic, on the
-threads of torch. LLVM is imported only by what runs or plans."""
+"""Kernels for CPUs: machine code that LLVM makes of Python, for any head size, mask and score, in float32 arithmetic or, for
+bfloat16 where a processor has them, in tiles, on the threads of torch. LLVM is imported only by what runs or plans."""
 
 from __future__ import annotations
 

@@ -13,6 +13,13 @@ EXP2 = (1.0, 0.6931472028550472, 0.24022647913631773, 0.0555033247115668, 0.0096
 """2ˣ on [−½, ½] as the polynomial of degree 6 that is 1 at 0 and whose largest relative error is least, 2.0e-9. Degree 5 comes
 within 9.1e-8, about a rounding, but one that neighbouring scores share: gradients, which are differences, would show it."""
 
+EXP2_ROUGH = (1.0, 0.69312419, 0.24024099, 0.05590642, 0.00958285)
+"""The same of degree 4, within 2.9e-6: for weights that are rounded to bfloat16, which is a thousand times as much."""
+
+HIDDEN = -(2**31)
+"""The bits of -0.0: a weight, or its gradient, of a pair that is hidden. No other is negative zero, so a product can tell what
+it must not read from what happens to count nothing."""
+
 ROUNDER = 1.5 * 2**23
 """Added to a small number, the sum keeps the nearest integer in its lowest bits."""
 
@@ -29,12 +36,12 @@ TANH_FAR = 7.90531110763549805
 """From here on tanh is 1 to float32."""
 
 
-def exp2(code: Code, x: Value) -> Value:
+def exp2(code: Code, x: Value, polynomial: tuple[float, ...] = EXP2) -> Value:
     """2ˣ for x ≤ 127: exactly 0 from −126.5 down, NaN for NaN."""
     x = code.select(x < -127.0, code.vector(-127.0), x)
     shifted = x + (ROUNDER + 127)  # its lowest bits hold the exponent of 2ⁿ, n the integer next to x
     f = x - (shifted - (ROUNDER + 127))
-    return horner(code, f, EXP2[::-1]) * (shifted.bits(I32) << 23).bits(F32)
+    return horner(code, f, polynomial[::-1]) * (shifted.bits(I32) << 23).bits(F32)
 
 
 def log(code: Code, x: Value) -> Value:

@@ -15,7 +15,7 @@ from ...problem import NAMES, Inputs, Partial, Problem
 from ...tiles import TileShape
 from ..made import made_of
 from ..remember import remember
-from . import threads
+from . import amx_backward, threads
 from .arguments import LINE
 from .arithmetic import LOG2_E
 from .backward_kernel import BLOCK, MATRICES, PANEL, REACH, SUMS_BYTES
@@ -46,6 +46,8 @@ SHARE = 0.6
 
 def sizes(problem: Problem, target: Target) -> TileShape:
     """Rows and keys of a block: as many keys as the cache has room for, in blocks of one size."""
+    if target.amx:
+        return amx_backward.sizes(problem)
     p, panel = problem, PANEL * target.lanes
     rows = min(ROWS, _filled(max(p.n, 1), STRIP))
     room = SHARE * l2_bytes() / 4 - rows * (2 * p.d + p.e)
@@ -57,6 +59,8 @@ def sizes(problem: Problem, target: Target) -> TileShape:
 
 def scratch(problem: Problem, shape: TileShape, target: Target) -> tuple[dict[str, int], int]:
     """Where the matrices of a thread lie and how long their rows are, in the kernel's words; and the bytes of all of them."""
+    if target.amx:
+        return amx_backward.scratch(problem, shape)
     (rows, keys), lanes, p = shape, target.lanes, problem
     key_row, d_row, e_row = (odd_row(columns, lanes) for columns in (keys + lanes, p.d, p.e))
     length = {
@@ -136,7 +140,9 @@ def add_results(made: Tensors, problem: Problem, x: Inputs[Tensor], needs: Seque
     its axes, if tiles of ds add up in it · sums "b h n 2": Σ_j ds and Σ_j ds·|i − j|."""
     p, dtype = problem, made["o"].dtype
     empty = torch.empty if p.n else torch.zeros  # nobody writes where there are no rows
-    made["dq"] = torch.empty((p.b, p.n, p.h, p.d if "q" in needs else 0), **FLOAT)
+    columns, final = p.d if "q" in needs else 0, dtype == torch.float32  # what is copied anyway has rows side by side
+    made["dq"] = torch.empty((p.b, p.n, p.h, columns) if final else (p.b, p.h, p.n, columns), **FLOAT)
+    made["dq"] = made["dq"] if final else made["dq"].transpose(1, 2)
     made["dk"] = empty((p.b, p.s, p.g, p.d if "k" in needs else 0), dtype=dtype, device="cpu")
     made["dv"] = empty((p.b, p.s, p.g, p.e if "v" in needs else 0), dtype=dtype, device="cpu")
     made["stats"] = torch.empty((3, p.b, p.h, p.n), **FLOAT)
@@ -227,7 +233,7 @@ def _finish_sink(problem: Problem, x: Inputs[Tensor], tensors: Tensors) -> Tenso
 
 
 FINISH: dict[str, Any] = {
-    "q": lambda problem, x, tensors: tensors["dq"].to(tensors["o"].dtype),
+    "q": lambda problem, x, tensors: tensors["dq"].to(tensors["o"].dtype, memory_format=torch.contiguous_format),
     "k": lambda problem, x, tensors: tensors["dk"],
     "v": lambda problem, x, tensors: tensors["dv"],
     "bias": _finish_bias,

@@ -14,8 +14,10 @@ Source: Dao 2023, FlashAttention-2, algorithm 2."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from llvmlite import ir
@@ -87,6 +89,8 @@ class Near:
     ds: Matrix
     dq: Matrix
     sums: Matrix
+    dq_factor: Value
+    """What is still missing from dq."""
 
     def __init__(self, code: Code, block: Value, w: Words, slot: Value) -> None:
         self.code, self.block, self.w = code, block, w
@@ -96,6 +100,7 @@ class Near:
         for name, row in zip(MATRICES, rows, strict=True):
             setattr(self, name, Matrix(scratch + getattr(w, f"{name}_at"), row))
         self.d, self.e = ((x + (code.lanes - 1)) & -code.lanes for x in (w.d, w.e))
+        self.dq_factor = code.constant(1.0)
 
     def vector_of(self, key: Value) -> Value:
         """Where the vector of a key begins; 0 for a negative one."""
@@ -116,11 +121,25 @@ class Reach:
         )
 
 
-def write(target: Target, kinds: Kinds) -> Module:
+class Way(NamedTuple):
+    """How blocks are brought near, multiplied and put back: what differs between products of vectors and products of tiles."""
+
+    near: Callable[[Code, Value, Words, Value], Any]
+    load_keys: Callable[[Module, Kinds, Any, Keys], Value]
+    store_keys: Callable[[Module, Kinds, Any, Keys], None]
+    load_rows: Callable[[Module, Kinds, Any, Rows], Value]
+    tile: Callable[[Module, Kinds, Any, Reach, Rows, tuple[Value, Value, Value], Value], None]
+    """All that a tile adds up, near; whether `dirty`, that is with numbers in q, k or do that are not finite."""
+    store_rows: Callable[[Module, Any, Rows], None]
+    ready: Callable[[Code], AbstractContextManager[None]]
+    """What a thread needs around all of it."""
+
+
+def write(target: Target, kinds: Kinds, way: Way | None = None) -> Module:
     """The kernel `backward`: every thread of a call runs it until no task is left."""
-    module = Module(target)
-    rows, keys = _rows(module, kinds), _keys(module, kinds)
-    with module.function("backward", (ADDRESS,), exported=True) as code:
+    module, way = Module(target), way or VECTORS
+    rows, keys = _rows(module, kinds), _keys(module, kinds, way)
+    with module.function("backward", (ADDRESS,), exported=True) as code, way.ready(code):
         (block,) = code.arguments
         slot, w = BLOCK.take(code, block, "slot"), Words(code, BLOCK, block)
         with code.repeat() as leave:
@@ -174,23 +193,23 @@ def _rows(module: Module, kinds: Kinds) -> ir.Function:
     return module.find("rows")  # type: ignore[return-value]
 
 
-def _keys(module: Module, kinds: Kinds) -> ir.Function:
+def _keys(module: Module, kinds: Kinds, way: Way) -> ir.Function:
     """dk and dv of a block of keys, of one key head or of all that a task holds `together`, and its share of dq."""
     with module.function("keys", (ADDRESS, INDEX, INDEX)) as code:
         block, task, slot = code.arguments
         w = Words(code, BLOCK, block)
-        near, parts = Near(code, block, w, slot), w.b * w.g // w.together
+        near, parts = way.near(code, block, w, slot), w.b * w.g // w.together
         j, start = task // parts, task // parts * w.keys
         count = code.lesser(w.keys, w.s - start)
         first = task % parts * w.together
         with code.loop(first, first + w.together) as head:
             b, g = head // w.g, head % w.g
-            dirty = _load_keys(module, kinds, near, (b, g, start, count))
+            dirty = way.load_keys(module, kinds, near, (b, g, start, count))
             with code.loop(g * w.group, (g + 1) * w.group) as h, code.loop(w.row_blocks) as i:
                 reach = Reach(code, w, b, i)
                 with code.when((reach.begin <= j) & (j < reach.end)):
-                    code.call(_visit(module, kinds), block, slot, b, h, i, j, dirty)
-            _store_keys(module, kinds, near, (b, g, start, count))
+                    code.call(_visit(module, kinds, way), block, slot, b, h, i, j, dirty)
+            way.store_keys(module, kinds, near, (b, g, start, count))
     return module.find("keys")  # type: ignore[return-value]
 
 
@@ -219,30 +238,26 @@ def _store_keys(module: Module, kinds: Kinds, near: Near, at: Keys) -> None:
         code.call(put(module, kinds.made), dv, w.dv_s, *near.dv, count, w.e, code.constant(1.0))
 
 
-def _visit(module: Module, kinds: Kinds) -> ir.Function:
+def _visit(module: Module, kinds: Kinds, way: Way) -> ir.Function:
     """What a tile, row block i of head h with key block j, adds to dv, dk and dq."""
     if (found := module.find("visit")) is not None:
         return found
     with module.function("visit", (ADDRESS, *[INDEX] * 6)) as code:
         block, slot, b, h, i, j, dirty = code.arguments
         w = Words(code, BLOCK, block)
-        near, reach = Near(code, block, w, slot), Reach(code, w, b, i)
+        near, reach = way.near(code, block, w, slot), Reach(code, w, b, i)
         start, count = i * w.rows, code.lesser(w.rows, w.n - i * w.rows)
         left = near.vector_of(reach.least_first - j * w.keys)
         right = code.lesser(near.whole_vectors(code.lesser(reach.most_past, w.s) - j * w.keys), w.keys)
         some = code.call(sees(module, BLOCK), block, b, h, start, count, j * w.keys + left, right - left)
         with code.when(some):
-            dirty = _load_rows(module, kinds, near, (b, h, start, count)) | (dirty > 0)
-            _score(module, near, reach, (b, h, start, count), (j * w.keys, left, right))
-            with code.either(dirty & (w.hides > 0)) as branches:
-                for branch, careful in zip(branches, (True, False), strict=True):
-                    with branch:
-                        _add_up(module, near, careful, count, (left, right))
+            dirty = way.load_rows(module, kinds, near, (b, h, start, count)) | (dirty > 0)
+            way.tile(module, kinds, near, reach, (b, h, start, count), (j * w.keys, left, right), dirty)
         with code.when((w.q_needed > 0) | (w.summed > 0)):
             counter = w.turn_ptr + ((b * w.h + h) * w.row_blocks + i + 1) * 8
             wait(code, counter, j - reach.begin)
             with code.when(some):
-                _store_rows(module, near, (b, h, start, count))
+                way.store_rows(module, near, (b, h, start, count))
             code.fetch_add(counter, 1)
     return module.find("visit")  # type: ignore[return-value]
 
@@ -259,15 +274,26 @@ def _load_rows(module: Module, kinds: Kinds, near: Near, at: Rows) -> Value:
     return q_dirty | do_dirty
 
 
-def _store_rows(module: Module, near: Near, at: Rows) -> None:
+def store_rows(module: Module, near: Any, at: Rows) -> None:
     """Add what a tile gives to dq and to the sums of its rows."""
     code, w, (b, h, start, count) = near.code, near.w, at
     with code.when(w.q_needed > 0):
         target = w.dq_ptr + w.dq_b * b + w.dq_h * h + w.dq_n * start
-        code.call(add(module), target, w.dq_n, *near.dq, count, w.d)
+        code.call(add(module), target, w.dq_n, *near.dq, count, w.d, near.dq_factor)
     with code.when(w.summed > 0):
         place = w.sums_ptr + ((b * w.h + h) * w.n + start) * SUMS_BYTES
-        code.call(add(module), place, SUMS_BYTES, *near.sums, count, 2)
+        code.call(add(module), place, SUMS_BYTES, *near.sums, count, 2, code.constant(1.0))
+
+
+def _tile(module: Module, kinds: Kinds, near: Near, reach: Reach, rows: Rows, keys: Any, dirty: Value) -> None:
+    """What a tile adds to dv, dk and dq."""
+    del kinds
+    code, (_, left, right) = near.code, keys
+    _score(module, near, reach, rows, keys)
+    with code.either(dirty & (near.w.hides > 0)) as branches:
+        for branch, careful in zip(branches, (True, False), strict=True):
+            with branch:
+                _add_up(module, near, careful, rows[3], (left, right))
 
 
 def _score(module: Module, near: Near, reach: Reach, rows: Rows, keys: tuple[Value, Value, Value]) -> None:
@@ -315,3 +341,6 @@ def _add_up(module: Module, near: Near, careful: bool, count: Value, keys: tuple
         else:
             product = multiply(module, "zero")
         code.call(product, ds, row, 4, k, near.k.row, *near.dq, count, width, near.d // code.lanes)
+
+
+VECTORS = Way(Near, _load_keys, _store_keys, _load_rows, _tile, store_rows, lambda code: nullcontext())

@@ -9,17 +9,13 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from .arithmetic import exp2
+from .arithmetic import EXP2, HIDDEN, exp2
 from .micro import product
 from .target import Target
 from .vector import ADDRESS, BIT, F32, I32, INDEX, ITEMSIZE, Code, Module, Value
 
 STRIP = 6
 """Rows of C that a product keeps in registers. A matrix that is multiplied or written has room for a strip more."""
-
-HIDDEN = -(2**31)
-"""The bits of -0.0: a weight, or its gradient, of a pair that is hidden. No other is negative zero, so a product can tell what
-it must not read from what happens to count nothing."""
 
 LEAST = -100.0
 """A weight below 2 to this is 0. ds of smaller ones would be subnormal numbers, with which processors multiply a hundred times
@@ -172,24 +168,25 @@ def put(module: Module, kind: Any) -> ir.Function:
 
 
 def add(module: Module) -> ir.Function:
-    """Add rows of a matrix to rows of a float32 tensor. Parameters: target, target_row · a, a_row · rows, columns."""
+    """Add rows of a matrix, times a factor, to rows of a float32 tensor. Parameters: target, target_row · a, a_row · rows,
+    columns · factor."""
     if (found := module.find("add")) is not None:
         return found
-    with module.function("add", (ADDRESS, INDEX, ADDRESS, INDEX, INDEX, INDEX)) as code:
-        target, target_row, a, a_row, rows, columns = code.arguments
+    with module.function("add", (ADDRESS, INDEX, ADDRESS, INDEX, INDEX, INDEX, F32)) as code:
+        target, target_row, a, a_row, rows, columns, factor = code.arguments
 
         def one(r: Value, at: Value, count: Value | None) -> None:
             place = target + target_row * r + at * 4
-            code.store(place, code.load(place, F32, count) + code.load(a + a_row * r + at * 4), F32, count)
+            code.store(place, code.fma(code.load(a + a_row * r + at * 4), factor, code.load(place, F32, count)), F32, count)
 
         with code.loop(rows) as r:
             across(code, columns, lambda at, count: one(r, at, count))
     return module.find("add")  # type: ignore[return-value]
 
 
-def weight(code: Code, logit: Value) -> Value:
+def weight(code: Code, logit: Value, polynomial: tuple[float, ...] = EXP2) -> Value:
     """p = 2 to a logit in base 2 from which lse has been taken."""
-    return code.select(logit < LEAST, code.vector(0.0), exp2(code, logit))
+    return code.select(logit < LEAST, code.vector(0.0), exp2(code, logit, polynomial))
 
 
 def weigh(module: Module, masked: bool) -> ir.Function:

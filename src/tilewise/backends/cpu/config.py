@@ -7,14 +7,21 @@ from typing import Any
 
 from ...problem import Problem
 from ...tiles import TileShape
+from .choose import choose
 from .pack import key_columns, value_columns
-from .target import Target, host, l2_bytes
+from .target import Target, l2_bytes
 
 KEYS = 192
 """Keys of a block. Sums run block by block, so this is the same on every machine of one instruction set."""
 
+TILED_KEYS = 512
+"""The same where products are made of tiles."""
+
 SHARE = 3
 """The part of a core's second-level cache that a task's queries and outputs may take: one in so many."""
+
+TILED_SHARE = 2
+"""The same for tiles, whose products are done so soon that packing keys again counts."""
 
 MOST_PANELS = 32
 TASKS = 4
@@ -40,11 +47,13 @@ class Config:
 
 def configure(problem: Problem) -> Config:
     """Blocks of queries that fit the cache; a block of keys no longer than there are keys."""
-    p, target = problem, host()
+    p, target = problem, choose(problem)
     assert target is not None
-    panel_bytes = 4 * target.panel * (key_columns(target, p.d) + value_columns(target, p.e))
-    panels = max(1, min(MOST_PANELS, l2_bytes() // SHARE // panel_bytes, -(-p.n // target.panel)))
-    keys = min(KEYS, max(-(-p.s // target.rows) * target.rows, target.rows))
+    size, share = (2, TILED_SHARE) if target.amx else (4, SHARE)
+    panel_bytes = target.panel * (size * key_columns(target, p.d) + 4 * value_columns(target, p.e))
+    panels = max(1, min(MOST_PANELS, l2_bytes() // share // panel_bytes, -(-p.n // target.panel)))
+    step = max(target.rows, target.step)
+    keys = min(TILED_KEYS if target.amx else KEYS, max(-(-p.s // step) * step, step))
     return Config(target, panels, keys, max(1, min(p.n, panels * target.panel)))
 
 

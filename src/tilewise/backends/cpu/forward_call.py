@@ -13,6 +13,7 @@ from ...problem import Inputs, Partial, Problem
 from ..made import made_of
 from ..remember import remember
 from . import decode_call, threads
+from .amx_forward import SCORE_ROWS
 from .arguments import LINE
 from .arithmetic import LOG2_E
 from .config import Config, rows_of_task
@@ -112,9 +113,10 @@ def tiles(target: Target, rows: int, keys: int, columns: tuple[int, int]) -> tup
     """Where the tiles of a task lie in a thread's scratch memory, and its bytes."""
     d, e = key_columns(target, columns[0]), value_columns(target, columns[1])
     panel, panels = 4 * target.panel, rows // target.panel
+    scores = SCORE_ROWS if target.amx else keys + target.rows + 1
     sizes = {
         "q_at": panels * d * panel, "o_at": panels * e * panel, "state_at": panels * state_bytes(target),
-        "p_at": (keys + target.rows + 1) * panel, "k_at": 4 * (keys + target.rows) * d, "v_at": 4 * keys * e,
+        "p_at": scores * panel, "k_at": 4 * (keys + target.rows) * d, "v_at": 4 * keys * e,
     }  # fmt: skip
     places, at = {}, 0
     for name, size in sizes.items():

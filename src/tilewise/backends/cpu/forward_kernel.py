@@ -9,6 +9,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -55,26 +56,30 @@ def state_bytes(target: Target) -> int:
 def write(target: Target, kind: Any, out: Any) -> Module:
     """The kernel `forward` for inputs and outputs of these kinds."""
     module = Module(target)
-    attend = write_task(module, kind, out)
+    load, fetch = write_load(module, bring_float32(module, kind)), write_fetch(module, kind)
+    absorb = {vectors: write_absorb(module, vectors, fetch) for vectors in range(1, target.vectors + 1)}
+    attend = write_task(module, write_begin(module, kind), load, write_panel(module, absorb), write_end(module, out))
     with module.function("forward", (ADDRESS,), exported=True) as code:
-        (block,) = code.arguments
-        w = Words(code, BLOCK, block)
-        scratch = w.scratch_ptr + BLOCK.take(code, block, "slot") * w.scratch_bytes
-        tasks = w.b * w.h * ((w.n + w.rows - 1) // w.rows)
-        with code.repeat() as leave:
-            task = BLOCK.take(code, block, "task")
-            leave(task >= tasks)
-            code.call(attend, block, scratch, task)
+        each_task(code, attend)
     return module
 
 
-def write_task(module: Module, kind: Any, out: Any) -> ir.Function:
+def each_task(code: Code, attend: ir.Function) -> None:
+    """Take tasks until none is left: what every thread of a call does."""
+    (block,) = code.arguments
+    w = Words(code, BLOCK, block)
+    scratch = w.scratch_ptr + BLOCK.take(code, block, "slot") * w.scratch_bytes
+    tasks = w.b * w.h * ((w.n + w.rows - 1) // w.rows)
+    with code.repeat() as leave:
+        task = BLOCK.take(code, block, "task")
+        leave(task >= tasks)
+        code.call(attend, block, scratch, task)
+
+
+def write_task(module: Module, begin: ir.Function, load: ir.Function, absorb: ir.Function, end: ir.Function) -> ir.Function:
     """`attend(block, scratch, task)`: o and lse of a block of query rows; the last rows of all heads, which see the most
     keys of a causal mask, come first. Where one block holds all keys, panels come and go one by one."""
-    panel = module.target.panel
-    begin, end = write_begin(module, kind), write_end(module, out)
-    load, absorb = write_load(module, kind), write_panel(module, kind)
-    absorb_block = write_block(module, load, absorb)
+    panel, absorb_block = module.target.panel, write_block(module, load, absorb)
     with module.function("attend", (ADDRESS, ADDRESS, INDEX)) as code:
         block, scratch, task = code.arguments
         w = Words(code, BLOCK, block)
@@ -117,23 +122,32 @@ def write_begin(module: Module, kind: Any) -> ir.Function:
     with module.function("begin", (ADDRESS, ADDRESS, INDEX, INDEX, INDEX, INDEX)) as code:
         block, scratch, b, x, i, p = code.arguments
         w, row_bytes = Words(code, BLOCK, block), 4 * target.panel
-        queries, o = scratch + p * w.d_columns * row_bytes, scratch + w.o_at + p * w.e_columns * row_bytes
-        state = state_of(code, w, scratch, p)
-        bounds = [code.variable(code.vector(x, I32)) for x in (FOREVER, 0, 0, FOREVER)]
+        queries = scratch + p * w.d_columns * row_bytes
         for v in range(target.vectors):
             at, row = v * code.vector_bytes, i + v * target.lanes
-            code.store(state.m + at, code.vector(-math.inf))
-            code.store(state.l + at, code.vector(0.0))
             with code.when(row < w.n):
                 source = w.q_ptr + b * w.q_b + x * w.q_h + row * w.q_n
                 code.call(pack, source, w.q_n, w.n - row, w.d, queries + at, w.scale_f32)
-                look(code, w, (b, row), bounds, (state.first + at, state.past + at))
-        reduce = (code.least, code.most, code.most, code.least)
-        for place, bound, of in zip((state.lo, state.hi, state.full_lo, state.full_hi), bounds, reduce, strict=True):
-            code.put(place, of(bound.get()).to(INDEX))
-        with code.loop(w.e_columns * target.vectors) as r:
-            code.store(o + r * code.vector_bytes, code.vector(0.0))
+        begin_state(code, w, scratch, (b, i, p))
     return module.find("begin")  # type: ignore[return-value]
+
+
+def begin_state(code: Code, w: Words, scratch: Value, at: tuple[Value, Value, Value]) -> None:
+    """An empty state of panel p, whose first query is row i of entry b, and what the panel sees; `at`: b, i and p."""
+    target, (b, i, p) = code.module.target, at
+    state, o = state_of(code, w, scratch, p), scratch + w.o_at + p * w.e_columns * (4 * target.panel)
+    bounds = [code.variable(code.vector(x, I32)) for x in (FOREVER, 0, 0, FOREVER)]
+    for v in range(target.vectors):
+        place, row = v * code.vector_bytes, i + v * target.lanes
+        code.store(state.m + place, code.vector(-math.inf))
+        code.store(state.l + place, code.vector(0.0))
+        with code.when(row < w.n):
+            look(code, w, (b, row), bounds, (state.first + place, state.past + place))
+    reduce = (code.least, code.most, code.most, code.least)
+    for place, bound, of in zip((state.lo, state.hi, state.full_lo, state.full_hi), bounds, reduce, strict=True):
+        code.put(place, of(bound.get()).to(INDEX))
+    with code.loop(w.e_columns * target.vectors) as r:
+        code.store(o + r * code.vector_bytes, code.vector(0.0))
 
 
 def look(code: Code, w: Words, at: tuple[Value, Value], bounds: list, places: tuple[Value, Value]) -> None:
@@ -155,20 +169,27 @@ def look(code: Code, w: Words, at: tuple[Value, Value], bounds: list, places: tu
     code.store(places[1], past)
 
 
-def write_load(module: Module, kind: Any) -> ir.Function:
-    """`load(block, scratch, head, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, brought into float32.
-    Returns 1 where some value is not finite."""
-    target = module.target
-    keys_of, values_of = pack_keys(module, kind), pack_values(module, kind)
+def write_load(module: Module, bring: Callable[..., Value]) -> ir.Function:
+    """`load(block, scratch, head, start, lo, hi)`: keys [lo, hi) of the block that begins at `start`, as products take them.
+    Returns 1 where some value is not finite. `bring` writes what packs `count` rows of K and V as rows `at` … of the block."""
     with module.function("load", (ADDRESS, ADDRESS, *[INDEX] * 4), gives=INDEX) as code:
         block, scratch, head, start, lo, hi = code.arguments
         w = Words(code, BLOCK, block)
-        b, g = head // w.h, head % w.h // w.group
-        source = w.k_ptr + b * w.k_b + g * w.k_g + lo * w.k_s
-        code.call(keys_of, source, w.k_s, hi - lo, w.d, scratch + w.k_at + (lo - start) * (w.d_columns * 4))
-        source, v = w.v_ptr + b * w.v_b + g * w.v_g + lo * w.v_s, scratch + w.v_at + (lo - start) * (4 * target.rows)
-        code.result = code.call(values_of, source, w.v_s, hi - lo, w.e, v, w.keys)
+        b, g, lo = head // w.h, head % w.h // w.group, lo & -module.target.step
+        k, v = w.k_ptr + b * w.k_b + g * w.k_g + lo * w.k_s, w.v_ptr + b * w.v_b + g * w.v_g + lo * w.v_s
+        code.result = bring(code, w, scratch, k, v, lo - start, hi - lo)
     return module.find("load")  # type: ignore[return-value]
+
+
+def bring_float32(module: Module, kind: Any) -> Callable[..., Value]:
+    """Keys and values as float32."""
+    keys_of, values_of, rows = pack_keys(module, kind), pack_values(module, kind), module.target.rows
+
+    def bring(code: Code, w: Words, scratch: Value, k: Value, v: Value, at: Value, count: Value) -> Value:
+        code.call(keys_of, k, w.k_s, count, w.d, scratch + w.k_at + at * (w.d_columns * 4))
+        return code.call(values_of, v, w.v_s, count, w.e, scratch + w.v_at + at * (4 * rows), w.keys)
+
+    return bring
 
 
 def write_block(module: Module, load: ir.Function, absorb: ir.Function) -> ir.Function:
@@ -190,16 +211,15 @@ def write_block(module: Module, load: ir.Function, absorb: ir.Function) -> ir.Fu
     return module.find("absorb_block")  # type: ignore[return-value]
 
 
-def write_panel(module: Module, kind: Any) -> ir.Function:
+def write_panel(module: Module, absorb: dict[int, ir.Function]) -> ir.Function:
     """`absorb_panel(block, scratch, head, i, p, start, hi, dirty)`: the keys before `hi` of the loaded block that begins at
-    `start`, absorbed by panel p, whose first query is row i, if it sees some of them."""
-    target, fetch = module.target, write_fetch(module, kind)
-    absorb = {vectors: write_absorb(module, vectors, fetch) for vectors in range(1, target.vectors + 1)}
+    `start`, absorbed by panel p, whose first query is row i, if it sees some of them. `absorb`: for so many vectors."""
+    target = module.target
     with module.function("absorb_panel", (ADDRESS, ADDRESS, *[INDEX] * 6)) as code:
         block, scratch, head, i, p, start, hi, dirty = code.arguments
         w = Words(code, BLOCK, block)
         state = state_of(code, w, scratch, p)
-        mine = code.greater(code.get(state.lo, INDEX), start)
+        mine = code.greater(code.get(state.lo, INDEX), start) & -target.step
         keys, here = code.lesser(code.get(state.hi, INDEX), hi) - mine, tile_kind(code, w, head, i, start)
         with code.when((keys > 0) & here.differs(Tile.EMPTY)):
             vectors = (w.n - i + (target.lanes - 1)) // target.lanes
@@ -286,6 +306,8 @@ def write_absorb(module: Module, vectors: int, fetch: ir.Function) -> ir.Functio
 def write_score(module: Module, vectors: int) -> ir.Function:
     """`score(block, s, head, i, j, keys, state, kind)`: all that is done to scores before softmax, masks included."""
     name = f"score_{vectors}"
+    if (found := module.find(name)) is not None:
+        return found
     biased, sloped, capped = (make(module, BLOCK, vectors) for make in (add_bias, add_alibi, cap))
     masked, tested = hide(module, vectors), hide_points(module, BLOCK, vectors)
     with module.function(name, (*Place.takes, ADDRESS, INDEX)) as code:

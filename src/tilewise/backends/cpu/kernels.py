@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...problem import Problem
-from . import backward_kernel, decode_kernel, forward_kernel
+from . import amx_backward, amx_forward, backward_kernel, decode_kernel, forward_kernel
 from .machinecode import Library
 from .store import library
 from .target import Target
@@ -16,9 +16,11 @@ KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16}
 """How the dtypes of inputs are called where they are loaded."""
 
 WRITE: dict[str, Callable[[Target, Any, Any], Module]] = {
-    "forward": forward_kernel.write,
+    "forward": lambda target, given, made: (amx_forward if target.amx else forward_kernel).write(target, given, made),
     "decode": decode_kernel.write,
-    "backward": lambda target, given, made: backward_kernel.write(target, backward_kernel.Kinds(given, made)),
+    "backward": lambda target, given, made: (amx_backward if target.amx else backward_kernel).write(
+        target, backward_kernel.Kinds(given, made)
+    ),
 }
 """What writes each kernel, from the kind of its inputs and that of what it makes. Everything else, head sizes, masks and scores
 included, is for a kernel to look at when it runs."""

@@ -12,8 +12,8 @@ from .vector import ADDRESS, F32, INDEX, ITEMSIZE, Code, Module, Value
 
 
 def key_columns(target: Target, d: int) -> int:
-    """Numbers in a packed row of keys, or rows of a panel of queries: d, filled up to whole vectors."""
-    return -(-d // target.lanes) * target.lanes
+    """Numbers in a packed row of keys, or rows of a panel of queries: d, filled up to what a product takes at once."""
+    return -(-d // target.depth) * target.depth
 
 
 def value_columns(target: Target, e: int) -> int:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from llvmlite import ir
 
-from .arithmetic import exp2
+from .arithmetic import HIDDEN, exp2
 from .vector import ADDRESS, F32, I32, INDEX, Code, Module, Value
 
 
@@ -91,9 +92,9 @@ def weigh(module: Module, vectors: int, marked: bool) -> ir.Function:
     return module.find(name)  # type: ignore[return-value]
 
 
-def careful_product(module: Module, vectors: int) -> ir.Function:
-    """The `rescale` product of one column of V with marked weights, where V may hold NaN or infinities: what a hidden pair
-    would add is not looked at.
+def careful_product(module: Module, vectors: int, kind: Any = F32) -> ir.Function:
+    """The `rescale` product of one column of V, numbers of a kind, with marked weights, where V may hold NaN or infinities:
+    what a hidden pair would add is not looked at.
 
     Parameters  v, v_step: V[k] is at v + k·v_step · p, keys: the weights · o: the address of the panel's row · alpha"""
     name = f"careful_product_{vectors}"
@@ -103,10 +104,10 @@ def careful_product(module: Module, vectors: int) -> ir.Function:
         values, v_step, p, keys, o, alpha = code.arguments
         sums = [code.variable(code.vector(0.0)) for _ in range(vectors)]
         with rows(code, p, keys, vectors) as (k, places):
-            number = code.broadcast(values + v_step * k)
+            number = code.broadcast(values + v_step * k, kind)
             for total, place in zip(sums, places, strict=True):
                 weight = code.load(place)
-                hidden = weight.bits(I32) < 0
+                hidden = weight.bits(I32).equals(HIDDEN)
                 total.set(code.select(hidden, total.get(), code.fma(number, weight, total.get())))
         before, factors = vectors_at(code, o, vectors), vectors_at(code, alpha, vectors)
         for v, (total, x, factor) in enumerate(zip(sums, before, factors, strict=True)):

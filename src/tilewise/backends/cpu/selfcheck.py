@@ -13,9 +13,9 @@ from ...mask import Causal, Window
 from ...problem import Inputs, Options, Partial, Problem
 from . import store
 from .backward_call import backward
+from .choose import best
 from .config import configure
 from .forward_call import forward
-from .target import host
 
 ROWS = (53, 1)
 """Query rows of the problems: enough for every kind of tile, and one for decode."""
@@ -24,7 +24,7 @@ ROWS = (53, 1)
 @lru_cache
 def broken(dtype: str) -> str:
     """Why kernels for inputs of this dtype cannot be used here; empty where they can."""
-    target = host()
+    target = best(dtype)
     if target is None:
         return "this processor has neither AVX-512, AVX2 with FMA and F16C, nor NEON"
     note = f"checked-{dtype}"

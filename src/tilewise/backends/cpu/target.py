@@ -16,13 +16,15 @@ LEAST_L2 = 2**19
 
 @dataclass(frozen=True)
 class Target:
-    """An instruction set. `lanes`: float32 numbers in a register; `registers`: how many vector registers there are."""
+    """An instruction set. `lanes`: float32 numbers in a register; `registers`: how many vector registers there are; `amx`:
+    whether products are made of tiles of bfloat16, see `amx`."""
 
     triple: str
     cpu: str
     features: str
     lanes: int
     registers: int
+    amx: bool = False
 
     @property
     def rows(self) -> int:
@@ -32,7 +34,17 @@ class Target:
     @property
     def vectors(self) -> int:
         """Vectors in a row of that tile: the queries of a full panel."""
-        return 3
+        return 2 if self.amx else 3
+
+    @property
+    def depth(self) -> int:
+        """Numbers of a row that a product takes at once."""
+        return 32 if self.amx else self.lanes
+
+    @property
+    def step(self) -> int:
+        """What a panel looks at begins at a multiple of so many keys."""
+        return 32 if self.amx else 1
 
     @property
     def panel(self) -> int:
@@ -51,6 +63,7 @@ AVX2 = Target("x86_64-unknown-linux-gnu", "haswell", "+avx2,+fma,+f16c", 8, 16)
 AVX512 = Target(
     "x86_64-unknown-linux-gnu", "skylake-avx512", "+avx512f,+avx512bw,+avx512vl,+avx512dq,+f16c,-prefer-256-bit", 16, 32
 )
+AMX = Target("x86_64-unknown-linux-gnu", "sapphirerapids", "+amx-tile,+amx-bf16,+avx512bf16,-prefer-256-bit", 16, 32, amx=True)
 NEON = Target("aarch64-unknown-linux-gnu", "generic", "+neon", 4, 32)
 
 
