@@ -193,6 +193,7 @@ def test_a_fixed_reference_is_chosen_only_where_every_row_sees_its_first_tile() 
 
     assert fixed(None) and fixed(Causal()) and fixed(Causal(), s=300)
     assert fixed(Causal() & Window(254)) and not fixed(Causal() & Window(253))
+    assert not fixed(Window(300, 300), n=512, s=512) and not fixed(Window(100, 300), n=382, s=382)  # keys end first
     assert not fixed(Causal(), n=128, s=255)  # the first row of a block sees keys up to a tile's end
     assert not fixed(Causal() & Window(3)) and not fixed(Lengths([5, 6])) and not fixed(None, deterministic=True)
 

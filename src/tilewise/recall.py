@@ -113,14 +113,15 @@ class Known(NamedTuple):
 _known: dict[Any, Known] = {}
 """Calls of plain words by these, and by shapes, dtypes and devices."""
 
-PLAIN = (type(None), bool, int, float, str)
+PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 def recall(q: Tensor, k: Tensor, v: Tensor, words: Words) -> Known | None:
     """What an earlier call of these words came to; None where there was none. Anything may be asked for: what is not a plain
     call is not among those that are kept."""
     try:
-        return _known.get(_key(q, k, v, words))
+        known = _known.get(_key(q, k, v, words))
+        return known if known is None or PLAIN.issuperset(map(type, words[1:])) else None  # 1 is equal to what is no number
     except (AttributeError, TypeError):  # these are no tensors, or words that nobody can look up
         return None
 

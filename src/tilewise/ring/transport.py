@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .._errors import PeerLost
+from .execute import Message
 from .news import News, first_line
 
 T = TypeVar("T")
@@ -34,10 +35,6 @@ AGREEING = -1
 
 TAGS = 12
 """Bits of a tag that count the steps of a call; the others count calls."""
-
-
-Message = tuple[int, Tensor]
-"""A peer, and the tensor that goes there or that takes what comes."""
 
 
 class Handle(NamedTuple):

@@ -117,7 +117,7 @@ def forward_of(problem: Problem) -> Forward:
         return sizes
     if columns < 256:
         sizes = replace(sizes, apart=True, ahead=2)
-    fixed = not p.deterministic and (band is None or shows(band, p, sizes))
+    fixed = not p.deterministic and (band is None or (p.dtype != "float16" and shows(band, p, sizes)))
     return replace(sizes, persistent=True, fixed=fixed)
 
 
@@ -129,10 +129,11 @@ def band_of(problem: Problem) -> tuple[int, int] | None:
 
 def shows(band: tuple[int, int], problem: Problem, sizes: Forward) -> bool:
     """Whether under a band every row that sees anything sees some of its block's first tile, that with the last key of the
-    block's first row: the tile does not start after that key, and no row begins to see after the tile."""
-    left, right = band
-    reaches = left + problem.n <= 1 or right - left >= sizes.block_m + sizes.block_n - 1
-    return reaches and right % gcd(sizes.block_m, sizes.block_n) != 0
+    block's first row: the tile does not start after that key, and no row begins to see after the tile; which is another one
+    where the keys end first."""
+    (left, right), p, m, n = band, problem, sizes.block_m, sizes.block_n
+    reaches = left + p.n <= 1 or (right - left >= m + n - 1 and (p.n - 1) // m * m + right < p.s)
+    return reaches and right % gcd(m, n) != 0
 
 
 def span_of(problem: Problem) -> int:

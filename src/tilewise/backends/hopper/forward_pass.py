@@ -47,7 +47,7 @@ def _forward(p: Problem, x: Inputs[Tensor], sink: Tensor | None, config: Config,
     programs = min(total, config.programs)
     mine = roster_of(p, sight, config, programs, q) if C.LISTED else None
     if C.LISTED and mine is None:
-        C = replace(C, sizes=replace(C.sizes, persistent=False))
+        C, tape.whole = replace(C, sizes=replace(C.sizes, persistent=False)), False
     tape.hold(sight.first, sight.past, visits, mine)
     leaves = None if C.WIDE else tiles(o, 64, C.E)
     args = (

@@ -261,13 +261,12 @@ def dq_kernel(
     slabs, stats, out = ((q0, q1), (k0, k1), (v0, v1), (do0, do1)), (stats_ptr, padded, b * h), (dq_ptr, dslope_ptr, broken_ptr)
     blocks, pid = tl.cdiv(n, C.BLOCK_M), tl.program_id(0)
     if C.CAREFUL:
-        parts, each = C.NOTED // C.BLOCK_M, tl.cdiv(n, C.NOTED)
-        notes = b * h * each
-        for first in range(pid * LOOK, notes, tl.num_programs(0) * LOOK):
+        notes = b * h * tl.cdiv(n, C.NOTED)
+        for first in range(pid, notes, tl.num_programs(0) * LOOK):
             if some_noted(broken_ptr, first, notes):
-                for one in range(first * parts, tl.minimum(first + LOOK, notes) * parts):
-                    at, block = one // (each * parts), one % (each * parts)
-                    if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
+                for one in range(LOOK * (C.NOTED // C.BLOCK_M)):
+                    at, block, again = noted(broken_ptr, first, one, notes, n, C.BLOCK_M, C)
+                    if again:
                         dq_block(at, block, slabs, stats, out, given, lists, sizes, C)
     else:
         dq_block(pid // blocks, blocks - 1 - pid % blocks, slabs, stats, out, given, lists, sizes, C)
@@ -349,13 +348,12 @@ def dk_dv_kernel(
     slabs, stats, out = ((q0, q1), (k0, k1), (v0, v1), (do0, do1)), (stats_ptr, padded, b * h), (dk_ptr, dv_ptr, broken_ptr)
     blocks, pid = tl.cdiv(s, C.BLOCK_N), tl.program_id(0)
     if C.CAREFUL:
-        parts, each = C.NOTED // C.BLOCK_N, tl.cdiv(s, C.NOTED)
-        notes = b * (h // group) * each
-        for first in range(pid * LOOK, notes, tl.num_programs(0) * LOOK):
+        notes = b * (h // group) * tl.cdiv(s, C.NOTED)
+        for first in range(pid, notes, tl.num_programs(0) * LOOK):
             if some_noted(broken_ptr, first, notes):
-                for one in range(first * parts, tl.minimum(first + LOOK, notes) * parts):
-                    at, block = one // (each * parts), one % (each * parts)
-                    if noted(broken_ptr, at, block, s, C.BLOCK_N, C):
+                for one in range(LOOK * (C.NOTED // C.BLOCK_N)):
+                    at, block, again = noted(broken_ptr, first, one, notes, s, C.BLOCK_N, C)
+                    if again:
                         dk_dv_block(at, block, slabs, stats, out, given, lists, sizes, C)
     else:
         dk_dv_block(pid // blocks, pid % blocks, slabs, stats, out, given, lists, sizes, C)

@@ -138,13 +138,12 @@ def forward_kernel(
     slabs, out = ((q0, q1), (k0, k1), (v0, v1)), (o_ptr, lse_ptr, broken_ptr)
     blocks, pid = tl.cdiv(n, C.BLOCK_M), tl.program_id(0)
     if C.CAREFUL:
-        parts, each = C.NOTED // C.BLOCK_M, tl.cdiv(n, C.NOTED)
-        notes = b * h * each
-        for first in range(pid * LOOK, notes, tl.num_programs(0) * LOOK):
+        notes = b * h * tl.cdiv(n, C.NOTED)
+        for first in range(pid, notes, tl.num_programs(0) * LOOK):
             if some_noted(broken_ptr, first, notes):
-                for one in range(first * parts, tl.minimum(first + LOOK, notes) * parts):
-                    at, block = one // (each * parts), one % (each * parts)
-                    if noted(broken_ptr, at, block, n, C.BLOCK_M, C):
+                for one in range(LOOK * (C.NOTED // C.BLOCK_M)):
+                    at, block, again = noted(broken_ptr, first, one, notes, n, C.BLOCK_M, C)
+                    if again:
                         o_block(at, block, slabs, out, sink_ptr, given, lists, sizes, C)
     else:
         o_block(pid // blocks, blocks - 1 - pid % blocks, slabs, out, sink_ptr, given, lists, sizes, C)

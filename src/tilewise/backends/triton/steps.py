@@ -154,17 +154,20 @@ def note(broken_ptr, at, block, length, bad, OWN: tl.constexpr):
 
 
 @triton.jit
-def noted(broken_ptr, at, block, length, OWN: tl.constexpr, C: tl.constexpr):
-    """Whether the block of C.NOTED rows was marked in which this smaller one of OWN lies."""
-    mark = tl.load(broken_ptr + at * tl.cdiv(length, C.NOTED) + block * OWN // C.NOTED)
-    return (mark != 0) & (block * OWN < length)
+def some_noted(broken_ptr, first, notes):
+    """Whether any was marked of LOOK blocks, of `notes`, from `first` on; their neighbours are other programs'."""
+    i = first + tl.arange(0, LOOK) * tl.num_programs(0)
+    return tl.max(tl.load(broken_ptr + i, mask=i < notes, other=0).to(tl.int32)) != 0
 
 
 @triton.jit
-def some_noted(broken_ptr, first, total):
-    """Whether any of LOOK blocks from `first` on was marked, of `total`: hardly ever, and one by one takes long to find out."""
-    i = first + tl.arange(0, LOOK)
-    return tl.max(tl.load(broken_ptr + i, mask=i < total, other=0).to(tl.int32)) != 0
+def noted(broken_ptr, first, one, notes, length, OWN: tl.constexpr, C: tl.constexpr):
+    """(head, block, whether it was marked) of the one-th block of OWN rows in those LOOK of C.NOTED."""
+    PARTS: tl.constexpr = C.NOTED // OWN
+    place, each = first + one // PARTS * tl.num_programs(0), tl.cdiv(length, C.NOTED)
+    block = place % each * PARTS + one % PARTS
+    mark = tl.load(broken_ptr + place, mask=place < notes, other=0)
+    return place // each, block, (mark != 0) & (block * OWN < length)
 
 
 # ---- the state m, l, acc of a block of rows
