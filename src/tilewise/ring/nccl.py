@@ -167,5 +167,7 @@ class DeviceTransport(GroupTransport):
         watched.begun = watched.begun or now
         waited, peer = now - watched.begun, handle.works[0][0]
         if waited > min(PATIENCE_S, watched.deadline_s / 2):
-            self.news.wait_for(peer)
+            with self._wake:  # or it would be said after `settle` has taken it back
+                if watched is self._starting or not watched.done:
+                    self.news.wait_for(peer)
         return self.news.blame(peer, handle.step) if waited > watched.deadline_s else None
