@@ -155,7 +155,7 @@ def note(broken_ptr, at, block, length, bad, OWN: tl.constexpr):
 
 @triton.jit
 def some_noted(broken_ptr, first, notes):
-    """Whether any was marked of LOOK blocks, of `notes`, from `first` on; their neighbours are other programs'."""
+    """Whether any was marked of LOOK blocks, of `notes`, from `first` on; neighbours are other programs'."""
     i = first + tl.arange(0, LOOK) * tl.num_programs(0)
     return tl.max(tl.load(broken_ptr + i, mask=i < notes, other=0).to(tl.int32)) != 0
 
@@ -164,8 +164,8 @@ def some_noted(broken_ptr, first, notes):
 def noted(broken_ptr, first, one, notes, length, OWN: tl.constexpr, C: tl.constexpr):
     """(head, block, whether it was marked) of the one-th block of OWN rows in those LOOK of C.NOTED."""
     PARTS: tl.constexpr = C.NOTED // OWN
-    place, each = first + one // PARTS * tl.num_programs(0), tl.cdiv(length, C.NOTED)
-    block = place % each * PARTS + one % PARTS
+    place, each = tl.num_programs(0) * (one // PARTS) + first, tl.cdiv(length, C.NOTED)  # the interpreter wants tensors first
+    block = place % each * PARTS + one - one // PARTS * PARTS
     mark = tl.load(broken_ptr + place, mask=place < notes, other=0)
     return place // each, block, (mark != 0) & (block * OWN < length)
 
