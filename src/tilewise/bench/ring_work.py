@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..ring.local import attend, backward_shares, forward_shares, results
 from ..ring.schedule import make_plan
 from ..ring.simulate import simulate
 from .report import now, provenance, write
-from .ring import CALLS, Shape
+from .ring import CALLS, Shape, bound
 from .timing import Clock, median, spread, warm_up
 
 
@@ -39,15 +40,11 @@ def compare(shape: Shape, tokens: int, world: int, backward: bool, method: str, 
     saved = attend(plans[0], kernel, qkv)
     grads = Partial(x[3], torch.zeros_like(saved.lse))
     given = [backward_shares(plan, qkv, saved, grads) if plan.backward else forward_shares(plan, qkv) for plan in plans]
-    q, k, v = (t.detach().requires_grad_(backward) for t in x[:3])
+    whole = bound(partial(api.attention, mask=Causal()), x, backward)
 
     def work() -> None:
         for plan, mine in zip(plans, given, strict=True):
             results(plan, kernel, mine)
-
-    def whole() -> Any:
-        o = api.attention(q, k, v, mask=Causal())
-        return torch.autograd.grad(o, (q, k, v), x[3]) if backward else o
 
     row: dict[str, Any] = {"tokens": tokens, "ranks": world, "pass": "forward+backward" if backward else "forward"}
     clock = Clock(x[0].device.type)

@@ -11,7 +11,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -249,10 +249,16 @@ def write_rescale(module: Module, vectors: int) -> ir.Function:
         changed = factors[0].differs(1.0)
         for factor in factors[1:]:
             changed = changed | factor.differs(1.0)
-        with code.when(code.any(changed)), rows(code, o, columns, vectors) as (_, places):
-            for place, factor in zip(places, factors, strict=True):
-                code.store(place, code.load(place) * factor)
+        with code.when(code.any(changed)):
+            times(code, o, columns, factors)
     return module.find(name)  # type: ignore[return-value]
+
+
+def times(code: Code, at: Value, count: Value, factors: Sequence[Value]) -> None:
+    """Rows of a panel times factors, one for each vector of it."""
+    with rows(code, at, count, len(factors)) as (_, places):
+        for place, factor in zip(places, factors, strict=True):
+            code.store(place, code.load(place) * factor)
 
 
 def scale(module: Module, vectors: int) -> ir.Function:
@@ -262,9 +268,7 @@ def scale(module: Module, vectors: int) -> ir.Function:
         return found
     with module.function(name, (ADDRESS, INDEX, F32)) as code:
         s, keys, factor = code.arguments
-        with rows(code, s, keys, vectors) as (_, places):
-            for place in places:
-                code.store(place, code.load(place) * factor)
+        times(code, s, keys, [factor] * vectors)
     return module.find(name)  # type: ignore[return-value]
 
 

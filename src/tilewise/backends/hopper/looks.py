@@ -28,7 +28,7 @@ def visits_of_rows(problem: Problem, sight: Sight, config: Config, like: Tensor)
     return remember(config.known, "visits", like, lambda: survey_rows(sight, problem.s, config.forward.shape))
 
 
-_in_graphs: list[Tensor | None] = []
+_in_graphs: dict[int, Tensor] = {}
 """What graphs read that have been captured: nobody knows how long they live."""
 
 
@@ -36,9 +36,9 @@ def roster_of(problem: Problem, sight: Sight, config: Config, programs: int, lik
     """Which blocks of query rows each program does under a band; see `roster`. None while a graph is being captured, which can
     hold no copy from the host, and no call before has asked; else the graph's for good."""
     known, captured = config.known.get("roster"), like.is_cuda and torch.cuda.is_current_stream_capturing()
-    if captured:
-        _in_graphs.append(known)
-    elif known is None:
+    if captured and known is not None:
+        _in_graphs[id(known)] = known
+    elif known is None and not captured:
         found = lengths(problem.n, problem.s, (sight.left, sight.right), config.forward)
         table = roster(in_order(found, problem.b * problem.h, config.span), programs)
         known = config.known["roster"] = torch.from_numpy(table).to(like.device)
