@@ -363,6 +363,7 @@ def faults_of_two() -> dict[str, Any]:
     x = torch.randn(1, 6, 4, 8, device=DEVICE).requires_grad_()
     api.attention(x, x, x, mask=tw.Causal(), method="ring").sum().backward()  # what has to compile does so before any deadline
     silent = _fault(groups[0], 1, 0, lambda: time.sleep(8), deadline_s=2.0)
+    dist.barrier()  # who was lost to one group comes late to the next
     return {"silent": silent, "dies": _fault(groups[1], 1, 0, lambda: os._exit(1), backward=True, deadline_s=2.0)}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from tilewise import backends, testing
+from tilewise import backends, merge, testing
 from tilewise.backends import hopper
 from tilewise.backends.hopper import config, forward_kernel, forward_pass, launch, looks, refusals, roster, scratch, visits
 from tilewise.backends.hopper.variant import Variant
@@ -63,14 +63,17 @@ CASES = {
 # ---- running kernels on numpy
 
 
-def forward(problem: Problem, x: Inputs[torch.Tensor], monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Partial:
-    """o and lse by the kernel's source; seldom more than three programs where they stay."""
+def forward(
+    problem: Problem, x: Inputs[torch.Tensor], monkeypatch: pytest.MonkeyPatch, onto: Partial | None = None, **sizes: Any
+) -> Partial:
+    """o and lse by the kernel's source, merged with `onto`; seldom more than three programs where they stay."""
     jobs: list[Any] = []
     monkeypatch.setattr(launch, "start", lambda kernel, grid, args, *rest: jobs.append((kernel, grid, args)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     chosen = hopper.configure(problem)
     chosen = replace(chosen, programs=3, forward=replace(chosen.forward, **sizes))
-    made = forward_pass.forward(problem, x, chosen)
+    made = forward_pass.forward(problem, x, chosen) if onto is None else forward_pass.forward_onto(problem, x, onto, chosen)
+    assert made is not None
     for kernel, grid, args in jobs:
         with numpy_gluon.emulated("tilewise.backends.hopper"):
             numpy_gluon.run(kernel, grid, args[:-1], args[-1].described)
@@ -138,6 +141,23 @@ def test_values_at_the_end_of_the_range_do_not_overflow(monkeypatch: pytest.Monk
     x = replace(x, v=torch.full_like(x.v, torch.finfo(torch.bfloat16).max))
     made = forward(Problem.describe(x, asked.options), x, monkeypatch)
     assert made.o.isfinite().all() and (made.o / x.v[0, 0, 0, 0] - 1).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("name", ["full 64", "causal 128", "documents 128", "wide values"])
+@pytest.mark.parametrize("times", [1.0, 60.0])  # the second: blocks are done again
+def test_what_rows_have_seen_before_is_merged_in(name: str, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tensors(replace(CASES[name], b=1))
+    x = replace(x, q=x.q * times)
+    p = replace(Problem.describe(x, CASES[name].options), wide=True)
+    room = torch.randn(p.b, p.n + 3, p.h + 1, p.e)  # of which the rows are a part
+    before = Partial(room[:, 1:-2, 1:], torch.randn(p.b, p.n, p.h).transpose(1, 2) + 2 * times)
+    before.lse[:, :, ::3], before.o[:, ::3] = -torch.inf, torch.nan
+    alone, both = forward(p, x, monkeypatch), forward(p, x, monkeypatch, onto=before)
+    right = merge(before, alone)
+    torch.testing.assert_close(both.o, right.o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(both.lse, right.lse, rtol=1e-5, atol=1e-5)
+    shifted = before._replace(o=torch.randn(p.b, p.n, p.h, p.e + 1)[..., 1:])
+    assert hopper.forward_onto(p, x, shifted, hopper.configure(p)) is None
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_a_broken_plan_gives_wrong_numbers(name, backward):
 def test_every_sum_of_a_backward_plan_counts():
     question, plans = ring()
     sums = [x for x, op in enumerate(plans[1].programs[2].ops) if isinstance(op, Add)]
-    assert len(sums) == 6  # of dq at three hops, and of dk, dv that three ranks send home
+    assert len(sums) == 7  # of dq at three hops, and of dk, dv that three ranks send home beside its own
     for x in sums:
         assert off(question.errors(question.answer((plans[0], changed(plans[1], 2, at(x))))), NAMES[2:]), x
 

@@ -367,6 +367,19 @@ def test_merging_in_place_is_merge(e, extra, dtype):
     assert torch.equal(o[:, 1::2], between)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("e", "extra"), [(40, 0), (33, 3), (0, 0)])
+def test_delta_is_what_it_says(e, extra, dtype):
+    o, do = (torch.randn(2, 74, 3, e + extra).to(dtype)[:, ::2, :, :e] for _ in range(2))
+    dlse = torch.randn(2, 37, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32).transpose(1, 2)
+    for upstream in (do, do[:1, :1].expand_as(do)):
+        right = (upstream.double() * o.double()).sum(-1).transpose(1, 2) - dlse
+        found = backends.total(o, upstream, dlse)
+        assert found is not None and found.dtype == dlse.dtype
+        torch.testing.assert_close(found, right.to(dlse.dtype))
+    assert backends.total(o.transpose(1, 3), do.transpose(1, 3), dlse) is None or e < 2
+
+
 def test_columns_apart_are_not_merged_in_place():
     o, lse = torch.zeros(1, 2, 3, 8), torch.zeros(1, 3, 2)
     assert not backends.absorb(tw.Partial(o[..., ::2], lse), tw.Partial(o[..., ::2], lse))

@@ -180,7 +180,9 @@ def jobs(target: str, made: Kernels, plant: str) -> Iterator[Any]:
         grads = Partial(torch.from_numpy(do).to(x.q), dlse)
         backend.backward(problem, Inputs(**dict(x.present())), out, grads, sizes, [name for name, _ in x.present()])
         if made.case.sink:  # one kernel for all cases, so one case has it
-            import_module("tilewise.backends.triton.merging").absorb(out, out)
+            parts = import_module("tilewise.backends.triton.parts")
+            parts.absorb(out, out)
+            parts.total(out.o, grads.o, dlse)
     if plant:  # nothing else is asked
         found[1:] = []
     if plant == "error":

@@ -126,6 +126,12 @@ def launch(plan: Plan, x: Inputs[Tensor]) -> Partial:
         return backends().forward(plan, x)
 
 
+def launch_onto(plan: Plan, x: Inputs[Tensor], onto: Partial) -> Partial | None:
+    """Run a plan whose result is merged with `onto` on the way; None: its backend cannot."""
+    with torch.autocast(x.q.device.type, enabled=False):
+        return backends().forward_onto(plan, x, onto)
+
+
 def launch_backward(plan: Plan, x: Inputs[Tensor], saved: Partial, grads: Partial, needs: Sequence[str]) -> Inputs[Tensor]:
     """Run a plan's backward pass."""
     if not torch.is_autocast_enabled(x.q.device.type):

@@ -63,6 +63,12 @@ def forward(plan: Plan, x: Inputs[Any]) -> Partial:
     return load(plan.backend).forward(plan.problem, x, plan.config)
 
 
+def forward_onto(plan: Plan, x: Inputs[Any], onto: Partial) -> Partial | None:
+    """merge(onto, what a plan gives) by one kernel, where the plan's backend has one that does both; `onto` stays as it is."""
+    both = getattr(load(plan.backend), "forward_onto", None)
+    return None if both is None else both(plan.problem, x, onto, plan.config)
+
+
 def backward(plan: Plan, x: Inputs[Any], saved: Partial, grads: Partial, needs: Sequence[str]) -> Inputs[Any]:
     """Launch a plan's backward pass for the gradients named in `needs`."""
     return load(plan.backend).backward(plan.problem, x, saved, grads, plan.config, needs)
@@ -70,8 +76,18 @@ def backward(plan: Plan, x: Inputs[Any], saved: Partial, grads: Partial, needs: 
 
 def absorb(into: Partial, part: Partial) -> bool:
     """into ← merge(into, part) in place, by the first backend that has a kernel for these tensors; False: none has."""
-    kernels = (getattr(load(name), "absorb", None) for name in ORDER)
-    return any(kernel(into, part) for kernel in kernels if kernel is not None)
+    return any(kernel(into, part) for kernel in _kernels("absorb"))
+
+
+def total(o: Any, do: Any, dlse: Any) -> Any | None:
+    """rowsum(do∘o) − dlse "b h n" in the dtype of dlse, by the first backend that has a kernel for it; None: none has."""
+    found = (kernel(o, do, dlse) for kernel in _kernels("total"))
+    return next((x for x in found if x is not None), None)
+
+
+def _kernels(name: str) -> list[Any]:
+    """What backends have under a name, those that have it."""
+    return [found for backend in ORDER if (found := getattr(load(backend), name, None)) is not None]
 
 
 def make_plan(problem: Problem, name: str | None = None) -> Plan:

@@ -16,11 +16,12 @@ from torch import Tensor
 from .._errors import OptionError
 from ..api import _seed
 from ..backends import make_plan as make_block_plan
+from ..backends import total
 from ..dropout import Dropout
 from ..mask import Mask, Where
 from ..mask.base import Both
 from ..problem import Inputs, Options, Partial, Problem
-from .agree import OWN, agree, compare, fingerprint, propose
+from .agree import OWN, agree, fingerprint
 from .choose import choose, method_named
 from .execute import Message, backward_given, backward_results, forward_given, forward_results, run
 from .kernel import Kernel
@@ -118,11 +119,18 @@ class Call:
 
     def _backward(self, x: Shards, saved: Partial, grads: Partial) -> Generator[Handle, None, Any]:
         plan, rank = self.setting.backward, self.transport.rank
-        products = torch.addcmul(saved.lse.new_zeros(1), grads.o, saved.o)  # in the dtype of lse, without copies of do and o
-        total = products.sum(-1).transpose(1, 2) - grads.lse
+        total = delta(saved.o, grads.o, grads.lse)
         given = backward_given(plan, rank, (x.q, x.k, x.v), grads.o, saved.lse, total)
         found = yield from run(plan, rank, given, self.kernel, partial(_post, self.transport.post))
         return *backward_results(plan, found, x.q.dtype), total
+
+
+def delta(o: Tensor, do: Tensor, dlse: Tensor) -> Tensor:
+    """rowsum(do∘o) − dlse "b h n" in the dtype of dlse."""
+    found = total(o, do, dlse)
+    if found is not None:
+        return found
+    return torch.addcmul(dlse.new_zeros(1), do, o).sum(-1).transpose(1, 2) - dlse  # without copies of do and o in that dtype
 
 
 def _post(post: Callable[..., Handle], op: Post, sends: list[Message], recvs: list[Message]) -> Handle:
@@ -144,7 +152,6 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
     except Exception as found:
         error = found
     transport.begin(deadline_s)
-    said = transport.offer(propose(terms, error), deadline_s)
     mine = None if error else _summary(terms, x.q.device)
 
     def made(setting: Setting, draw: int, confirm: Callable[[], Call] | None = None) -> Call:
@@ -152,7 +159,7 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
         return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s, confirm)
 
     def confirm() -> Call:
-        theirs = compare(terms, said(), error)
+        theirs = agree(terms, partial(transport.gather, deadline_s=deadline_s), error)
         counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
         setting = _setting(x, asked, (counts, terms), (transport, partial(transport.gather, deadline_s=deadline_s)))
         if transport.ahead and not _asks_functions(asked.mask):

@@ -7,7 +7,7 @@ and packed only for a message."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import DtypeError, ShapeError
 from ..api import merge
-from ..backends import absorb
 from ..ops import lse_dtype
 from ..problem import Partial
 from .kernel import Kernel
@@ -30,6 +29,7 @@ from .program import (
     Finish,
     Forward,
     Free,
+    Heads,
     Make,
     Merge,
     Op,
@@ -102,6 +102,10 @@ def backward_results(plan: Plan, results: dict[str, Tensor], dtype: torch.dtype)
     return results["dq"].to(dtype), dk.to(dtype), dv.to(dtype)
 
 
+FEW = 8
+"""So many runs of rows are copied one by one; more, row by row."""
+
+
 class Flight(NamedTuple):
     """A step under way: what is sent must stay alive, and where what arrives belongs (None: it lands there)."""
 
@@ -123,6 +127,7 @@ class Memory:
         }
         self.passing = passing
         self._latest: Sequence[Tensor] = ()
+        self._onto: Callable[[Partial], Partial] | None = None
         self._zeros = given["q"].new_empty(0)
 
     def widths(self, kind: str) -> list[int]:
@@ -192,11 +197,14 @@ class Memory:
             self._planes[view.buffer] = [value.to(kept) for value in values]
             return
         for plane, value in zip(self.planes(view.buffer), values, strict=True):
-            if len(view.rows.ranges) > 1:
+            if len(view.rows.ranges) > FEW:
                 index = _index(view.rows, str(plane.device))
                 plane[:, :, view.heads.first : view.heads.past].index_copy_(1, index, value.to(plane.dtype))
             else:
-                _rows(plane, view).copy_(value)
+                at = 0
+                for run in view.rows.ranges:
+                    _run(plane, run, view.heads).copy_(value[:, at : at + len(run)])
+                    at += len(run)
 
     def depart(self, op: Post) -> Flight:
         """What a step sends, contiguous and in the dtype of the wire, and room for what it receives: in its place where that
@@ -225,7 +233,10 @@ class Memory:
 
     def _forward(self, op: Forward, kernel: Kernel) -> None:
         (q,), (k, v) = self.read(op.q), self._keys(op.kv)
-        self.write(op.into, _planes(kernel.forward(op.block, q, k, v)), own=True)
+        if op.into.buffer in self.passing:
+            self._onto = partial(kernel.forward_onto, op.block, q, k, v)
+        else:
+            self.write(op.into, _planes(kernel.forward(op.block, q, k, v)), own=True)
 
     def _backward(self, op: Backward, kernel: Kernel) -> None:
         (q,), (k, v), (do,) = self.read(op.q), self._keys(op.kv), self.read(op.do)
@@ -235,10 +246,13 @@ class Memory:
         self.write(op.dq, [dq], own=True)
 
     def _nothing(self, like: Tensor) -> Tensor:
-        """Zeros of a shape, which all blocks share."""
-        if self._zeros.numel() < like.numel():
-            self._zeros = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-        return self._zeros[: like.numel()].view(like.shape)
+        """Zeros of a shape, which all blocks share; rows lie on top of each other, 16 bytes apart, for zeros are read from
+        memory, too."""
+        step, (*sizes, e) = 16 // like.element_size(), like.shape
+        many = step * (sum(sizes) - len(sizes)) + e
+        if self._zeros.numel() < many:
+            self._zeros = torch.zeros(many, dtype=like.dtype, device=like.device)
+        return self._zeros.as_strided(like.shape, (step, step, step, 1))
 
     def _keys(self, view: View) -> tuple[Tensor, Tensor]:
         (kv,) = self.read(view)
@@ -246,10 +260,14 @@ class Memory:
         return k, v
 
     def _merge(self, op: Merge) -> None:
-        into, part = (_partial(self.read(view)) for view in (op.into, op.source))
-        in_place = len(op.into.rows.ranges) == 1 and op.into.buffer not in self.passing
-        if not (in_place and absorb(into, part)):
-            self.write(op.into, _planes(merge(into, part)), own=True)
+        into = _partial(self.read(op.into))
+        if op.source.buffer in self.passing:
+            assert self._onto is not None
+            done = self._onto(into)
+        else:
+            done = merge(into, _partial(self.read(op.source)))
+        if done is not into or len(op.into.rows.ranges) > 1:
+            self.write(op.into, _planes(done), own=True)
 
     def _add(self, op: Add) -> None:
         source = self.read(op.source)
@@ -274,10 +292,13 @@ def _passing_of(plan: Plan, rank: int) -> set[str]:
 
 
 def passing(program: Program) -> set[str]:
-    """Buffers that only hand what one operation has computed to the operation right after it: those need no memory."""
+    """Buffers that only hand what one operation has computed to the operation right after it: those need no memory. A partial
+    result is not even computed before it is merged, for a kernel may do both at once."""
     made, kept = set[str](), set(program.results)
     for before, op in pairwise((None, *program.ops)):
-        fresh = before.into if isinstance(before, Forward) else before.dq if isinstance(before, Backward) else None
+        fresh = before.dq if isinstance(before, Backward) else None
+        if isinstance(before, Forward) and isinstance(op, Merge):
+            fresh = before.into
         kept |= {view.buffer for view in _reads(op) if view != fresh}
         if fresh is not None:
             made.add(fresh.buffer)
@@ -301,11 +322,16 @@ def _reads(op: Op | None) -> list[View]:
 
 def _rows(plane: Tensor, view: View) -> Tensor:
     """A view of a tensor; a copy of it where it has several runs of rows."""
-    heads = slice(view.heads.first, view.heads.past)
-    if len(view.rows.ranges) > 1:
-        return plane[:, :, heads].index_select(1, _index(view.rows, str(plane.device)))
-    run = view.rows.ranges[0] if view.rows.ranges else range(0)
-    return plane[:, run.start : run.stop : run.step, heads]
+    runs, heads = view.rows.ranges or (range(0),), view.heads
+    if len(runs) == 1:
+        return _run(plane, runs[0], heads)
+    if len(runs) <= FEW:
+        return torch.cat([_run(plane, run, heads) for run in runs], 1)
+    return plane[:, :, heads.first : heads.past].index_select(1, _index(view.rows, str(plane.device)))
+
+
+def _run(plane: Tensor, run: range, heads: Heads) -> Tensor:
+    return plane[:, run.start : run.stop : run.step, heads.first : heads.past]
 
 
 @lru_cache(maxsize=4096)

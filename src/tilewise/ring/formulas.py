@@ -23,10 +23,10 @@ from .tree import tree_rounds
 
 
 class Stage(NamedTuple):
-    """One round of keys, by team: rows held in a slot (0: its own keys), gradients that arrive home after it, and the share
-    first … past of `groups` of the heads that it is about."""
+    """One round of keys, by team: rows held in a slot ("": its own keys, or in forward none; None: nobody holds anything),
+    gradients that arrive home after it, and the share first … past of `groups` of the heads that it is about."""
 
-    slot: str
+    slot: str | None
     rows: list[int]
     arrivals: list[int]
     group: int = 0
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 def peak_bytes(plan: Plan) -> list[int]:
     """The most memory that the buffers of each rank take at once."""
     teams = Teams(plan.problem, plan.q, plan.kv, plan.method)
-    made = stages(teams)
+    made = stages(teams, plan.backward)
     return [peak_of(plan, teams, made, r) for r in range(plan.world)]
 
 
@@ -58,8 +58,16 @@ def flow_bytes(plan: Plan) -> np.ndarray:
     return flow + _flows_of_heads(plan, teams)
 
 
-def stages(teams: Teams) -> list[Stage]:
-    """The rounds of keys of a method."""
+def stages(teams: Teams, backward: bool) -> list[Stage]:
+    """The rounds of keys of a method; in backward own keys come last."""
+    made = _stages(teams)
+    if backward and len(made) > 1 and made[0].slot == "":
+        nothing = made[0].rows
+        return [made[0]._replace(slot=None), *made[1:], Stage("", [rows.count for rows in teams.kv_rows], nothing)]
+    return made
+
+
+def _stages(teams: Teams) -> list[Stage]:
     needs, n, every = teams.needs, teams.count, range(teams.count)
     method, own = teams.method, [0] * teams.count
     if method.movement in ("ring", "double"):
@@ -162,7 +170,11 @@ def peak_of(plan: Plan, teams: Teams, made: list[Stage], r: int) -> int:
 
     given, results = ("q kv do stats", "dq dkv") if plan.backward else ("q kv", "out lse")
     sums = "dq dkv" if plan.backward else "part"
-    scratch = size("dq" if plan.backward else "part", q_size * (len(made) > 1 or plan.method.movement == "tree"), 0)
+    scratch = size(
+        "dq" if plan.backward else "part",
+        q_size * (sum(stage.slot is not None for stage in made) > 1 or plan.method.movement == "tree"),
+        0,
+    )
     if plan.method.movement == "tree" and plan.world == 1:
         scratch = 0
     scratch += _slots(plan, made, t, teams.kv_heads(u).count)
@@ -189,7 +201,8 @@ def _slots(plan: Plan, made: list[Stage], team: int, heads: int) -> int:
         width = heads * (stage.group + 1) // stage.groups - heads * stage.group // stage.groups
         if stage.slot:
             grow(stage.slot, stage.rows[team] if width else 0, width)
-        if stage.slot and plan.backward:
+        if plan.backward and stage.slot is not None and any(stage.rows):
             grow(f"dkv{j % 2}", stage.rows[team] if width else 0, width)
+        if plan.backward and stage.slot:
             grow(f"home{j % 2}", stage.arrivals[team] if width else 0, width if stage.arrivals[team] else 0)
     return sum(rows * width * plan.row_bytes("dkv" if name[0] in "dh" else "kv") for name, (rows, width) in sizes.items())

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .._errors import OptionError
 from ..api import merge
-from ..backends import make_plan
+from ..backends import absorb, make_plan
 from ..backends.plan import Plan
 from ..dropout import Dropout
 from ..mask import Full, Tile
-from ..ops import launch, launch_backward
+from ..ops import launch, launch_backward, launch_onto
 from ..problem import Inputs, Partial, Problem
 from .program import Block, Heads
-from .sight import corner
+from .sight import corner, simplest
 from .teams import key_heads
 
 
@@ -28,6 +28,8 @@ def block_problem(problem: Problem, block: Block) -> Problem:
     slopes = None if p.score.alibi is None else (*p.score.alibi[:-1], heads.count)
     mask = Full() if block.kind == Tile.FULL else p.mask.of_heads(*heads)
     layout, score = corner(p, block.q, block.kv), replace(p.score, alibi=slopes, sink=False)
+    if slopes is None and p.dropout is None:  # nothing asks where rows are but the mask
+        mask, layout = simplest(mask, layout)
     return replace(p, **sizes, layout=layout, mask=mask, score=score, dropout=block_dropout(p, block), wide=True)
 
 
@@ -72,6 +74,14 @@ class Kernel:
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         """Attention over the keys of a block alone: o "b n h e" and lse "b h n", both in the dtype of sums."""
         return launch(self.plan(block), self._inputs(block, q, k, v))
+
+    def forward_onto(self, block: Block, q: Tensor, k: Tensor, v: Tensor, onto: Partial) -> Partial:
+        """merge(onto, forward): `onto` may be overwritten, and is then what is returned."""
+        both = launch_onto(self.plan(block), self._inputs(block, q, k, v), onto)
+        if both is not None:
+            return both
+        part = self.forward(block, q, k, v)
+        return onto if absorb(onto, part) else merge(onto, part)
 
     def backward(
         self, block: Block, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, lse: Tensor, total: Tensor, nothing: Tensor

@@ -56,11 +56,16 @@ class Round:
     held: dict[int, Held] = field(default_factory=dict)
 
 
-def rounds(teams: Teams, own: str) -> list[Round]:
-    """The rounds of the teams' method; `own` names the buffer in which each rank has its own team's keys."""
+def rounds(teams: Teams, own: str, backward: bool = False) -> list[Round]:
+    """The rounds of the teams' method; `own` names the buffer in which each rank has its own team's keys. These are looked at
+    while the first keys come, but in backward while the last gradients go home, which are twice as large."""
     make: dict[str, Callable[[Teams, str], list[Round]]]
     make = {"ring": _ring, "double": _double, "direct": _direct, "gather": _gather}
-    return make[teams.method.movement](teams, own)
+    made = make[teams.method.movement](teams, own)
+    if backward and len(made) > 1 and made[0].held:
+        made.append(Round(held=made[0].held))
+        made[0].held = {}
+    return made
 
 
 def members(teams: Teams) -> Iterator[tuple[int, Heads]]:

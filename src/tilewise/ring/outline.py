@@ -26,7 +26,7 @@ class Outline:
     def __init__(self, teams: Teams, found: Survey, prices: Prices) -> None:
         self.teams, self.prices, self.plan = teams, prices, prices.plan
         self.n, self.size, self.world = teams.count, teams.size, teams.q.world
-        self.passes = passes(teams, found)
+        self.passes = passes(teams, found, self.plan.backward)
         self.events: list[Event] = []
         self._steps = 0
 
@@ -91,7 +91,8 @@ class Outline:
                     calls["merge"][:, u] += took > 0
             if pass_.own is not None and held.count:
                 copied[:, u] += price.copy("kv", pass_.own, held.count)
-                took = self.plan.backward * price.combine("dkv", pass_.own, held.count)
+            if pass_.kept is not None and held.count and self.plan.backward:
+                took = price.combine("dkv", pass_.kept, held.count)
                 merged[:, u] += took
                 calls["merge"][:, u] += took > 0
         begun |= pass_.pairs > 0

@@ -49,7 +49,8 @@ class Transfer(NamedTuple):
 class Pass(NamedTuple):
     """A round. Team t looks at keys of teams `owners[:, t]`: `held` rows in `slot` ("": its own ones; None: nothing yet), of
     which so many of its query `rows` see something, `pairs` in all, nothing hidden where `full`. `own`: rows of its own keys
-    that are copied there. `home`: gradients that leave it. `posts`: what is under way meanwhile."""
+    that are copied there; `kept`: rows of its own whose gradients are added to what has come home. `home`: gradients that
+    leave it. `posts`: what is under way meanwhile."""
 
     owners: np.ndarray
     slot: str | None
@@ -61,13 +62,26 @@ class Pass(NamedTuple):
     posts: list[Transfer]
     share: Share = Share()
     own: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
 
-def passes(teams: Teams, found: Survey) -> list[Pass]:
+def passes(teams: Teams, found: Survey, backward: bool = False) -> list[Pass]:
     """The rounds of the teams' method."""
     make: dict[str, Callable[[Teams, Survey], list[Pass]]]
     make = {"ring": _ring, "double": _double, "direct": _direct, "gather": _gather, "tree": _stay}
-    return make[teams.method.movement](teams, found)
+    made = make[teams.method.movement](teams, found)
+    if backward and len(made) > 1 and made[0].slot == "":
+        t = np.arange(teams.count)
+        rows = np.array([rows.count for rows in teams.kv_rows])
+        made.append(made[0]._replace(posts=[], held=rows, kept=found.needs[t, t]))
+        made[0] = _wait_only(teams)._replace(posts=made[0].posts)
+    return made
+
+
+def _wait_only(teams: Teams) -> Pass:
+    """A round in which nobody looks at anything."""
+    zero = np.zeros(teams.count, np.int64)
+    return Pass(zero[None][:0], None, zero, zero, zero, zero > 0, NOTHING, [])
 
 
 def _look(teams: Teams, found: Survey, owners: np.ndarray, keys: np.ndarray, slot: str, held: np.ndarray) -> Pass:
@@ -161,10 +175,9 @@ def _direct(teams: Teams, found: Survey) -> list[Pass]:
 def _gather(teams: Teams, found: Survey) -> list[Pass]:
     n, t, groups = teams.count, np.arange(teams.count), teams.method.groups
     pass_, rows = _fetch(teams, found, (t - np.arange(n)[:, None]) % n, "kv1")
-    zero = np.zeros(n, np.int64)
-    made = [Pass(zero[None][:0], None, zero, zero, zero, zero > 0, NOTHING, [])]
+    made = [_wait_only(teams)]
     for j in range(1, groups + 1):
         share = Share(j - 1, groups)
         made[-1].posts.append(Transfer("keys", j, rows, share))
-        made.append(pass_._replace(slot=f"kv{j % 2}", share=share, own=found.needs[t, t], posts=[]))
+        made.append(pass_._replace(slot=f"kv{j % 2}", share=share, own=found.needs[t, t], kept=found.needs[t, t], posts=[]))
     return made

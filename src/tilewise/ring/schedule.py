@@ -32,7 +32,7 @@ def make_plan(
         writer.write([stay(teams, writer.names["kv"])])
         write_tree(teams, script, backward, writer.names)
     else:
-        writer.write(rounds(teams, writer.names["kv"]))
+        writer.write(rounds(teams, writer.names["kv"], backward))
         exchange_out(teams, script, backward)
     given = ("q", "kv", "do", "stats") if backward else ("q", "kv")
     results = ("dq", "dkv") if backward else ("out", "lse")
@@ -82,8 +82,8 @@ class Writer:
             for r, held in round_.held.items():
                 if held.buffer != self.names["kv"]:
                     grow(sizes[r], held.buffer, "kv", held.rows.count, held.heads.count)
-                    if self.backward:
-                        grow(sizes[r], f"dkv{j % 2}", "dkv", held.rows.count, held.heads.count)
+                if self.backward and not self._first_at_home(held, j):
+                    grow(sizes[r], f"dkv{j % 2}", "dkv", held.rows.count, held.heads.count)
             if self.backward:
                 for m, _ in self._homeward(round_, j):
                     grow(sizes[m.target], m.into.buffer, "dkv", m.into.rows.ranges[-1].stop, m.into.heads.past)
@@ -126,14 +126,18 @@ class Writer:
             self._begun.add((r, part))
             if self.backward:
                 do, stats = (q._replace(buffer=self.names[kind]) for kind in ("do", "stats"))
-                dkv = self.names["dkv"] if held.buffer == self.names["kv"] else f"dkv{j % 2}"
+                dkv = self.names["dkv"] if self._first_at_home(held, j) else f"dkv{j % 2}"
                 self.script.add(r, Backward(block, q, kv, do, stats, into, kv._replace(buffer=dkv)))
             else:
                 self.script.add(r, Forward(block, q, kv, into))
             if into.buffer == "part":
                 self.script.combine(r, into, into._replace(buffer=total), "dq" if self.backward else "part")
-        if self.backward and held.buffer != self.names["kv"]:
+        if self.backward and not self._first_at_home(held, j):
             self._keep_own(r, held, j)
+
+    def _first_at_home(self, held: Held, j: int) -> bool:
+        """Whether all that a rank looks at in a round is its own, and nobody has sent gradients of it yet."""
+        return held.buffer == self.names["kv"] and j == 0
 
     def _keep_own(self, r: int, held: Held, j: int) -> None:
         """Add the gradients of a rank's own keys among what it holds."""

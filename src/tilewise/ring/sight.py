@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import OptionError
 from ..arrays import is_number, wide
-from ..mask import Tile
+from ..mask import Causal, Full, Mask, Tile, Window
 from ..positions import Dense, Positions
 from ..problem import Problem
 from ..tiles import blocks
@@ -57,6 +57,42 @@ def corner(problem: Problem, q: Runs, kv: Runs) -> Dense:
     """The layout of the tile of some query rows and some key rows."""
     layout = dense(problem)
     return Dense(problem.b, take_positions(layout.q, q), take_positions(layout.kv, kv))
+
+
+def simplest(mask: Mask, layout: Dense) -> tuple[Mask, Dense]:
+    """The same visible pairs as a band around the diagonal, with rows that follow each other, where they are one: of a zigzag
+    shard's own block under a causal mask, say, which looks like any causal square. Kernels count such bands instead of looking
+    rows up."""
+    if mask.pointwise or isinstance(mask, Full) or layout.starts is not None or not layout.q.count:
+        return mask, layout
+    first, past = mask.bounds(layout, slice(0, layout.batch), slice(0, layout.q.count))
+    found = band_of(first, past, layout.kv.count)
+    if found is None:
+        return mask, layout
+    left, right = found  # row r sees keys [r + left, r + right)
+    if right is None:
+        start, band = left or 0, Full() if left is None else Window(left=0)
+    else:
+        start, band = right - 1, Causal() if left is None else Window(right - 1 - left, 0)
+    return band, Dense(layout.batch, Positions(layout.q.count, start), Positions(layout.kv.count))
+
+
+def band_of(first: np.ndarray, past: np.ndarray, s: int) -> tuple[int | None, int | None] | None:
+    """(left, right) such that row r sees keys [r + left, r + right) of s, if it sees any; of each, None: no limit. None where
+    intervals "b rows" are no such band."""
+    row, some = np.arange(first.shape[1]), first < past
+    limits: list[int | None] = []
+    for edge, end in ((first, 0), (past, s)):
+        inside = some & (edge > 0) & (edge < s)
+        apart = np.unique((edge - row)[inside])
+        if len(apart) > 1 or (not len(apart) and (edge[some] != end).any()):
+            return None
+        limits.append(int(apart[0]) if len(apart) else None)
+    left, right = limits
+    lo = np.zeros(len(row), int) if left is None else np.clip(row + left, 0, s)
+    hi = np.full(len(row), s) if right is None else np.clip(row + right, 0, s)
+    same = np.where(some, (first == lo) & (past == hi), lo >= hi)
+    return (left, right) if some.any() and same.all() else None
 
 
 def needed(problem: Problem, q: Runs) -> Runs:

@@ -22,6 +22,14 @@ def forward(problem: Problem, x: Inputs[Tensor], config) -> Partial:
         return forward(problem, x, config)
 
 
+def forward_onto(problem: Problem, x: Inputs[Tensor], onto: Partial, config) -> Partial | None:
+    """merge(onto, o and lse), where the kernel can; see `forward_pass`."""
+    from .forward_pass import forward_onto
+
+    with on_device(x.q):
+        return forward_onto(problem, x, onto, config)
+
+
 def backward(
     problem: Problem, x: Inputs[Tensor], saved: Partial, grads: Partial, config, needs: Sequence[str]
 ) -> Inputs[Tensor]:

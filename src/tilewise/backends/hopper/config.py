@@ -106,8 +106,9 @@ def configure(problem: Problem) -> Config:
 
 
 def forward_of(problem: Problem) -> Forward:
-    """The sizes of the forward pass. Programs stay where it is known beforehand how long blocks are. Narrow heads whose logits
-    are capped or have something added leave out the third warpgroup, for it has not the registers; so do short ones."""
+    """The sizes of the forward pass. Programs stay where it is known beforehand how long blocks are, but not where results are
+    partial: then messages travel meanwhile, and need a place on the device, too. Narrow heads whose logits are capped or have
+    something added leave out the third warpgroup, for it has not the registers; so do short ones."""
     p, columns, band = problem, max(padded(problem.d), padded(problem.e)), band_of(problem)
     sizes = FORWARD[columns]
     plain = p.score.alibi is None and p.score.softcap is None
@@ -115,10 +116,10 @@ def forward_of(problem: Problem) -> Forward:
         sizes = replace(sizes, groups=2, turns=plain)
     if kind_of(p) != "NONE" and band is None:
         return sizes
-    if columns < 256:
-        sizes = replace(sizes, apart=True, ahead=2)
     fixed = not p.deterministic and (band is None or (p.dtype != "float16" and shows(band, p, sizes)))
-    return replace(sizes, persistent=True, fixed=fixed)
+    if columns < 256 and not p.wide:
+        sizes = replace(sizes, apart=True, ahead=2)
+    return replace(sizes, persistent=not p.wide, fixed=fixed)
 
 
 def band_of(problem: Problem) -> tuple[int, int] | None:

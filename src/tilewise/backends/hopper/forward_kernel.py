@@ -216,7 +216,9 @@ def consumer(out, rings, room, given, tasks, MINE: gl.constexpr, C: gl.constexpr
 
 @kernel
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, v_ptr, v_b: gl.int64, v_head: gl.int64, v_row: gl.int64,
+    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, seen_ptr, seen_b: gl.int64, seen_row: gl.int64, seen_head: gl.int64,
+    seen_lse_ptr, seen_lse_b: gl.int64, seen_lse_row: gl.int64, seen_lse_head: gl.int64,
+    v_ptr, v_b: gl.int64, v_head: gl.int64, v_row: gl.int64,
     first_ptr, past_ptr, row_b: gl.int64, left: gl.int32, right: gl.int32, visits_ptr, visits_b: gl.int64,
     scale: gl.float32, softcap: gl.float32, alibi_ptr, alibi_b: gl.int64, sink_ptr, far: gl.int32,
     n: gl.int32, s: gl.int32, h: gl.int32, group: gl.int32, span: gl.int32, tiles: gl.int32, roster_ptr, C: gl.constexpr,
@@ -234,7 +236,8 @@ def forward_kernel(
     mask, axes = (first_ptr, past_ptr, row_b, left, right, visits_ptr, visits_b), (n, s, h, group, span)
     tasks = tiles, roster_ptr
     given = mask, axes, (scale, softcap, alibi_ptr, alibi_b, sink_ptr, far)
-    slabs, out = (q_desc, k_desc, v_desc), (o_desc, o_ptr, lse_ptr)
+    seen = seen_ptr, seen_b, seen_row, seen_head, seen_lse_ptr, seen_lse_b, seen_lse_row, seen_lse_head
+    slabs, out = (q_desc, k_desc, v_desc), (o_desc, o_ptr, lse_ptr, seen)
     if C.GROUPS == 2:
         broken = gl.warp_specialize([
             (consumer, (out, rings, room, given, tasks, 0, C)),

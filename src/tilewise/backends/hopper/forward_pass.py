@@ -26,23 +26,39 @@ LEAST = 2.0**-100
 
 def forward(problem: Problem, x: Inputs[Tensor], config: Config) -> Partial:
     """Exact attention, by one kernel."""
-    p = problem
-    if 0 in (p.b, p.n, p.s, p.h):
-        return unseen(p, x)
+    if 0 in (problem.b, problem.n, problem.s, problem.h):
+        return unseen(problem, x)
+    return _run(problem, x, None, config)
+
+
+def forward_onto(problem: Problem, x: Inputs[Tensor], onto: Partial, config: Config) -> Partial | None:
+    """merge(onto, attention) by the same kernel, of a partial result in float32 whose rows are whole steps of the copy engine;
+    None: it is another."""
+    if 0 in (problem.b, problem.n, problem.s, problem.h):
+        return onto
+    o, aligned = onto.o, onto.o.data_ptr() % 16 == 0 and all(step % 4 == 0 for step in onto.o.stride()[:3])
+    if not problem.wide or not aligned or o.stride(3) != 1 or {o.dtype, onto.lse.dtype} != {torch.float32}:
+        return None
+    return _run(problem, x, onto, config)
+
+
+def _run(p: Problem, x: Inputs[Tensor], onto: Partial | None, config: Config) -> Partial:
     sink = None if x.sink is None else x.sink.contiguous()
     given = {"q": x.q, "k": x.k, "v": x.v, "alibi": x.alibi, "sink": sink}
-    made = repeat(config.known, "forward", given, lambda tape: _forward(p, x, sink, config, tape))
+    if onto is not None:
+        given |= {"seen": onto.o, "seen lse": onto.lse}
+    made = repeat(config.known, "forward", given, lambda tape: _forward(p, replace(x, sink=sink), onto, config, tape))
     return Partial(made["o"], made["lse"])
 
 
-def _forward(p: Problem, x: Inputs[Tensor], sink: Tensor | None, config: Config, tape: Tape) -> None:
+def _forward(p: Problem, x: Inputs[Tensor], onto: Partial | None, config: Config, tape: Tape) -> None:
     """The launch of `forward`."""
     q, k, v = readable(x.q), readable(x.k), readable(x.v)
     o = tape.room("o", (p.b, p.n, p.h, p.e), made_of(p, q), q)
     lse = tape.room("lse", (p.b, p.h, p.n), torch.float32, q)
     sight = looked_at(p, config, q)
     visits = visits_of_rows(p, sight, config, q)
-    C = variant(p, x, sight, config)
+    C = replace(variant(p, x, sight, config), ONTO=onto is not None)
     total = p.b * p.h * blocks(p.n, C.BLOCK_M)
     programs = min(total, config.programs)
     mine = roster_of(p, sight, config, programs, q) if C.LISTED else None
@@ -52,7 +68,7 @@ def _forward(p: Problem, x: Inputs[Tensor], sink: Tensor | None, config: Config,
     leaves = None if C.WIDE else tiles(o, 64, C.E)
     args = (
         tiles(q, 64, C.D), tiles(k, C.BLOCK_N, C.D), tiles(v, C.BLOCK_N, C.E), leaves, o if C.WIDE else None, lse,
-        v, v.stride(0), v.stride(2), v.stride(1), *_mask(sight, visits, p), *score_of(p, x, sink),
+        *_seen(onto), v, v.stride(0), v.stride(2), v.stride(1), *_mask(sight, visits, p), *score_of(p, x, x.sink),
         p.n, p.s, p.h, p.group, config.span, total, mine,
     )  # fmt: skip
     kinds = (q.dtype, *[None if t is None else t.dtype for t in (x.alibi, x.sink)])
@@ -68,6 +84,14 @@ def variant(p: Problem, x: Inputs[Tensor], sight: Sight, config: Config) -> Vari
         config.forward, padded(p.d), padded(p.e), p.e, p.dtype, kind, late, plain, p.score.softcap is not None,
         x.alibi is not None, x.sink is not None, p.wide,
     )  # fmt: skip
+
+
+def _seen(onto: Partial | None) -> tuple[Any, ...]:
+    """seen_ptr … seen_lse_head in the kernel's parameter list."""
+    if onto is None:
+        return None, 0, 0, 0, None, 0, 0, 0
+    (b, head, row), steps = onto.lse.stride(), [step // 4 for step in onto.o.stride()[:3]]
+    return onto.o, *steps, onto.lse, b, row, head
 
 
 def _mask(sight: Sight, visits: Tensor | None, p: Problem) -> tuple[Any, ...]:

@@ -24,8 +24,13 @@ from .inline import rounded
 from .layouts import beside, folded, halves, joined, of_columns, of_operand, of_rows
 
 kernel = gluon.jit(
-    do_not_specialize="left right row_b visits_b scale softcap alibi_b far v_b v_head v_row n s h group span tiles".split(),
-    do_not_specialize_on_alignment="o_ptr lse_ptr v_ptr first_ptr past_ptr visits_ptr alibi_ptr sink_ptr roster_ptr".split(),
+    do_not_specialize=(
+        "left right row_b visits_b scale softcap alibi_b far v_b v_head v_row n s h group span tiles "
+        "seen_b seen_row seen_head seen_lse_b seen_lse_head seen_lse_row"
+    ).split(),
+    do_not_specialize_on_alignment=(
+        "lse_ptr seen_lse_ptr v_ptr first_ptr past_ptr visits_ptr alibi_ptr sink_ptr roster_ptr"
+    ).split(),
 )
 """What makes a kernel of a function. No number is specialised on, so that a new length needs no new compilation, nor is the
 alignment of arrays that others made."""
@@ -147,3 +152,14 @@ def finish(m, l, acc, sink, C: gl.constexpr):
         l, acc, m = l * alpha + gl.exp2(sink * LOG2_E - pivot(new)), scaled(acc, alpha), new
     safe = gl.where(l == 0, 1.0, l)
     return scaled(acc, 1 / safe), gl.where(l == 0, float("-inf"), (m + gl.log2(safe)) * LN_2)
+
+
+@gluon.jit
+def shares(lse, other):
+    """L = log(exp(lse) + exp(other)), and the shares exp(lse − L) and exp(other − L) of two partial results: 0 of what has seen
+    nothing."""
+    base = pivot(gl.maximum(lse, other))
+    mine, theirs = gl.exp2((lse - base) * LOG2_E), gl.exp2((other - base) * LOG2_E)
+    both = mine + theirs
+    safe = gl.where(both == 0, 1.0, both)
+    return gl.where(both == 0, float("-inf"), base + gl.log2(safe) * LN_2), mine / safe, theirs / safe

@@ -55,6 +55,8 @@ class Variant:
     SINK: bool = False
     WIDE: bool = False
     """o in float32."""
+    ONTO: bool = False
+    """What rows have seen of other keys before is merged in."""
 
     @property
     def GROUPS(self) -> int:

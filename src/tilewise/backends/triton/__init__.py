@@ -47,11 +47,26 @@ def warm(problem: Problem, x: Inputs[Tensor], config, needs: Sequence[str]) -> l
 
 
 def absorb(into: Partial, part: Partial) -> bool:
-    """into ← merge(into, part), in place; see `merging`. False where these tensors are none for it."""
-    if not installed() or not (interpreting() or into.o.is_cuda) or into.o.stride(-1) != 1 or part.o.stride(-1) != 1:
+    """into ← merge(into, part), in place; see `parts`. False where these tensors are none for it."""
+    if not _reads(into.o, part.o):
         return False
-    from .merging import absorb
+    from .parts import absorb
 
     with on_device(into.o):
         absorb(into, part)
     return True
+
+
+def total(o: Tensor, do: Tensor, dlse: Tensor) -> Tensor | None:
+    """delta − dlse of each row; see `parts`. None where these tensors are none for it."""
+    if not _reads(o, do):
+        return None
+    from .parts import total
+
+    with on_device(o):
+        return total(o, do, dlse)
+
+
+def _reads(*rows: Tensor) -> bool:
+    """Whether kernels can run here, and read such rows as they lie."""
+    return installed() and all(x.stride(-1) == 1 and (interpreting() or x.is_cuda) for x in rows)

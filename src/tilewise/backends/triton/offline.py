@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ..tape import Tape
-from . import backward_pass, dbias, forward_pass, merging, visits  # noqa: F401  # all that launch: loaded before any is watched
+from . import backward_pass, dbias, forward_pass, parts, visits  # noqa: F401  # all that launch: loaded before any is watched
 from . import launch as launching
 
 

@@ -1,4 +1,5 @@
-"""Two partial results become one in a single pass over memory: what every hop of a ring and every split of the keys ends in."""
+"""What there is to do with rows of partial results, each in a single pass over memory: two become one, which every hop of a
+ring and every split of the keys ends in; and before their gradients, delta."""
 
 # Kernels are in Triton's language, not Python's:
 # pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
@@ -6,6 +7,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,6 +40,28 @@ def absorb(into: Partial, part: Partial) -> None:
     launch(merge_kernel, grid, (*tensors, *strides, n, h), (e, width, lines, step), sizes, [x.dtype for x in tensors])
 
 
+def total(o: Tensor, do: Tensor, dlse: Tensor) -> Tensor:
+    """delta − dlse "b h n" of each row, delta = rowsum(do∘o), in the dtype of dlse.
+
+    Shapes      o, do "b n h e", of any strides but the last, 1 · dlse "b h n" of any strides"""
+    b, n, h, e = o.shape
+    width, made = triton.next_power_of_2(max(e, 1)), torch.empty(b, h, n, dtype=dlse.dtype, device=o.device)
+    lines = max(1, ELEMENTS // width)
+    step = aligned(o, do)
+    strides = (*(x // step for t in (o, do) for x in t.stride()[:3]), *dlse.stride())
+    sizes = Launch(lines, width, warps=4, stages=1)
+    tensors = (o, do, dlse, made)
+    launch(
+        total_kernel,
+        b * blocks(n * h, lines),
+        (*tensors, *strides, n, h),
+        (e, width, lines, step),
+        sizes,
+        [x.dtype for x in tensors],
+    )
+    return made
+
+
 def aligned(*tensors: Tensor) -> int:
     """Elements that every row of each tensor starts at a multiple of, as far as 16 bytes can be loaded at once."""
     steps = {16 // x.element_size() for x in tensors}
@@ -46,7 +70,11 @@ def aligned(*tensors: Tensor) -> int:
     return step if whole and all(stride % step == 0 for x in tensors for stride in x.stride()[:3]) else 1
 
 
-kernel = triton.jit(do_not_specialize="o_b o_n o_h p_b p_n p_h lse_b lse_h lse_n plse_b plse_h plse_n n h".split())
+kernel = triton.jit(
+    do_not_specialize=(
+        "o_b o_n o_h p_b p_n p_h lse_b lse_h lse_n plse_b plse_h plse_n do_b do_n do_h dlse_b dlse_h dlse_n n h"
+    ).split()
+)
 """What makes a kernel of a function: no number is specialised on, so that a new shape needs no new compilation."""
 
 
@@ -77,3 +105,22 @@ def merge_kernel(
     o = o * (mine / some)[:, None] + part * (other / some)[:, None]
     tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=held)
     tl.store(lse_at, tl.where(total > 0, pivot + tl.log(some), -float("inf")), mask=inside)
+
+
+@kernel
+def total_kernel(
+    o_ptr, do_ptr, dlse_ptr, out_ptr, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_h, dlse_n,
+    n, h, E: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """LINES rows of all heads of one batch entry, as `merge_kernel`."""
+    parts = tl.cdiv(n * h, LINES)
+    b = (tl.program_id(0) // parts).to(tl.int64)
+    line = (tl.program_id(0) % parts).to(tl.int64) * LINES + tl.arange(0, LINES)
+    row, head, column = line // h, line % h, tl.arange(0, WIDTH)
+    inside = line < n * h
+    held = inside[:, None] & (column < E)
+    o = tl.load(o_ptr + ((b * o_b + row * o_n + head * o_h) * STEP)[:, None] + column, mask=held, other=0.0)
+    do = tl.load(do_ptr + ((b * do_b + row * do_n + head * do_h) * STEP)[:, None] + column, mask=held, other=0.0)
+    dlse = tl.load(dlse_ptr + b * dlse_b + head * dlse_h + row * dlse_n, mask=inside, other=0.0)
+    delta = tl.sum(o.to(dlse.dtype) * do.to(dlse.dtype), 1)
+    tl.store(out_ptr + (b * h + head) * n + row, delta - dlse, mask=inside)
