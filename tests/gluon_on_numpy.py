@@ -301,7 +301,7 @@ STANDS_IN: dict[str, Any] = {
     "mbarrier": mock.Mock(
         init=lambda bar, count: None, expect=lambda bar, n: bar.expect(n), wait=lambda bar, p: bar.wait(p),
         arrive=lambda bar, count: bar.arrive(),
-    ), "add_tile": add_tile, "await_count": await_count, "count_up": count_up, "settle": lambda pending: None,
+    ), "add_tile": add_tile, "await_count": await_count, "count_up": count_up, "settle": lambda: None,
 }  # fmt: skip
 """What stands for names that the kernels' files import."""
 

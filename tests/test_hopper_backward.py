@@ -154,14 +154,15 @@ def test_all_visits_without_a_mask(walk: Any, n: int, s: int) -> None:
             assert [walk.rank(row, key, mask, up, C) for row in range(rows)] == [order] * rows
 
 
+@pytest.mark.parametrize("turns", (0, 1))
 @pytest.mark.parametrize("heads, blocks, span", ((6, 5, 4), (1, 7, 1), (8, 3, 8), (5, 1, 2), (6, 4, 2)))
-def test_nobody_waits_for_a_later_program(walk: Any, heads: int, blocks: int, span: int) -> None:
-    places = [walk.place_of(pid, heads, blocks, span, -(-heads // span)) for pid in range(heads * blocks)]
+def test_nobody_waits_for_a_later_program(walk: Any, heads: int, blocks: int, span: int, turns: int) -> None:
+    places = [walk.place_of(pid, heads, blocks, span, -(-heads // span), turns) for pid in range(heads * blocks)]
     assert sorted(place[:2] for place in places) == [(head, block) for head in range(heads) for block in range(blocks)]
     for head in range(heads):
         mine, (up,) = [block for at, block, _ in places if at == head], {up for at, _, up in places if at == head}
         assert mine == (list(range(blocks))[::-1] if up else list(range(blocks)))
-        assert up == (-(-heads // span) - head // span + 1) % 2  # in turn, and the last one down
+        assert up == (turns and (-(-heads // span) - head // span + 1) % 2)  # in turn, and the last one down
 
 
 @pytest.mark.parametrize("up", [0, 1])
@@ -289,11 +290,24 @@ def test_gradients_of_slopes_are_made_by_triton(launched: list[tuple[str, Any]],
     assert launched[1][1] == Variant(64, 64, "NONE", PLAIN=False, ALIBI=True)
 
 
-@pytest.mark.parametrize("sizes, span", (((1, 16384, 16, 128), 2), ((16, 1024, 16, 128), 32), ((1, 300, 4, 64), 2)))
-def test_heads_that_go_together(sizes: tuple[int, int, int, int], span: int) -> None:
-    b, n, g, width = sizes
-    p = SimpleNamespace(b=b, n=n, g=g, group=1, itemsize=2)
-    assert backward_pass.span(p, SimpleNamespace(WIDTH=width)) == min(span, b * g)
+@pytest.mark.parametrize(
+    "sizes, span, turns",
+    (
+        ((1, 16384, 16, 1, 128), 2, 1),
+        ((16, 1024, 16, 1, 128), 32, 1),
+        ((1, 300, 4, 1, 64), 2, 1),
+        ((4, 4096, 16, 2, 128), 4, 1),
+        ((4, 4096, 8, 4, 128), 8, 0),
+        ((2, 8192, 8, 8, 128), 4, 0),
+        ((1, 70000, 8, 8, 128), 1, 0),
+        ((1, 4096, 4, 4, 128), 4, 0),
+        ((4, 4096, 8, 4, 64), 4, 1),
+    ),
+)
+def test_heads_that_go_together(sizes: tuple[int, int, int, int, int], span: int, turns: int) -> None:
+    b, n, g, group, width = sizes
+    p, C = SimpleNamespace(b=b, n=n, s=n, g=g, group=group, itemsize=2), SimpleNamespace(WIDTH=width, N=BLOCK_N)
+    assert (backward_pass.span(p, C), backward_pass.turns(p, C)) == (span, turns)
 
 
 def test_nothing_to_see_launches_nothing(launched: list[tuple[str, Any]]) -> None:

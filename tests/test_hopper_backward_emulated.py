@@ -81,6 +81,17 @@ def test_gradients_of_heads_that_go_up(one: Case, monkeypatch: pytest.MonkeyPatc
     assert [result for result in testing.check(grouped, "bfloat16", "hopper") if not result.ok] == []
 
 
+@pytest.mark.parametrize("group", (5, 10))
+def test_gradients_of_large_groups(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose sections go down, all of them, where small groups take turns."""
+    kept = []
+    right = backward_pass.turns
+    monkeypatch.setattr(backward_pass, "turns", lambda *given: kept.append(right(*given)) or kept[-1])
+    grouped = replace(CASES[3], d=64, e=64, h=2 * group, g=2)
+    assert [result for result in testing.check(grouped, "bfloat16", "hopper") if not result.ok] == []
+    assert set(kept) == {0}
+
+
 def test_gradients_in_half_precision() -> None:
     assert all(result.ok for result in testing.check(replace(CASES[1], name="half"), "float16", "hopper"))
 

@@ -85,13 +85,12 @@ def carry(sums, out, counts, staged, rows, whose, mask, visits, total, blocks, M
 @gluon.jit
 def carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
     """Add each step's part of dq, in LEAVINGS pieces, to memory once all programs that come before have; the first of them
-    stores. Where a part has arrived is told a step later, so that nobody waits for the way there."""
+    stores. Nobody but those who come next waits for the way there: it is shorter than a step."""
     room, taken = staged
     b, _, block, h = whose
     LEAVINGS: gl.constexpr = C.LEAVINGS
     m, head = beginning(visits)
-    before = counts
-    for at in range(total):
+    for _ in range(total):
         count = counts + ((b * h + head) * blocks + m) * 2 + MINE
         turn = rank(m, block, mask, visits[4], C)
         await_count(count, turn)
@@ -104,13 +103,9 @@ def carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE: gl.
                 add_tile(sums, place, room.index(MINE))
             tma.store_wait(0)
             mbarrier.arrive(taken.index(MINE), count=1)
-        settle(LEAVINGS)
-        if at > 0:
-            count_up(before)
-        before = count
+        settle()
+        count_up(count)
         m, head = following(m, head, visits)
-    settle(0)
-    count_up(before)
 
 
 # ---- the warpgroups that multiply

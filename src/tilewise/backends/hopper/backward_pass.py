@@ -36,6 +36,9 @@ NARROW = 128
 ROOM = 32 * 2**20
 """Bytes of L2 for what heads that go together read and add to."""
 
+WAVE = 128
+"""Programs that run together, about."""
+
 
 class Stage(NamedTuple):
     """One call's tensors, q, k, v, o and do in a form that descriptors can read."""
@@ -132,6 +135,7 @@ def dk_dv(at: Stage, C: Variant, stats: Tensor, sums: Tensor, counts: Tensor) ->
         tiles(x.q, C.M, C.WIDTH), tiles(x.k, C.N, C.WIDTH), tiles(x.v, C.N, C.WIDTH), tiles(at.do, C.M, C.WIDTH),
         tiles(lines, 1, C.M).moved(stats), tiles(sums.transpose(1, 2), C.PIECE, 32).moved(sums), *leave,
         dk, dv, counts, notes, *mask(at, C), *score(at), p.n, p.s, p.h, p.g, p.d, p.e, heads, keys, many, blocks(heads, many),
+        turns(p, C),
     )  # fmt: skip
     kinds = (x.q.dtype, None if x.alibi is None else x.alibi.dtype)
     launch(backward_kernel, heads * keys, args, C, REGISTERS, kinds, tape)
@@ -177,6 +181,20 @@ def score(at: Stage) -> tuple[Any, ...]:
 
 
 def span(problem: Problem, C: Variant) -> int:
-    """Heads of a section: as many as stay in a GPU's L2, and no more than half of all (see `backward_walk`)."""
+    """Heads of a section (see `backward_walk`): where these go in turn as many as stay in a GPU's L2, and no more than half of
+    all; else two waves of programs, that neither have to wait for each other much, nor end with long ones."""
     p = problem
-    return min(blocks(p.b * p.g, 2), max(1, ROOM // (p.n * p.group * C.WIDTH * (2 * p.itemsize + 4))))
+    if not turns(p, C):
+        return min(p.b * p.g, max(1, 2 * WAVE // blocks(p.s, C.N)))
+    return min(blocks(p.b * p.g, 2), max(1, ROOM // (p.n * bytes_of_row(p, C))))
+
+
+def turns(problem: Problem, C: Variant) -> int:
+    """1 if sections go up and down in turn: L2 keeps the rows that a wave of programs passes until the next block of keys
+    comes."""
+    return int(WAVE * C.N * bytes_of_row(problem, C) <= ROOM)
+
+
+def bytes_of_row(problem: Problem, C: Variant) -> int:
+    """What programs read and add to of a query row of all heads of a group."""
+    return problem.group * C.WIDTH * (2 * problem.itemsize + 4)

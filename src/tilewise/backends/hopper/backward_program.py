@@ -21,7 +21,10 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 kernel = gluon.jit(
-    do_not_specialize="row_b left right visits_b seen_b scale cap slope_b ahead n s h g d e heads keys span sections".split(),
+    do_not_specialize=[
+        *"row_b left right visits_b seen_b scale cap slope_b ahead".split(),
+        *"n s h g d e heads keys span sections turns".split(),
+    ],
     do_not_specialize_on_alignment="first_ptr past_ptr visits_ptr seen_ptr slope_ptr".split(),
 )
 """What makes a kernel of a function: no number is specialised on, so that a new length needs no new compilation."""
@@ -31,13 +34,13 @@ kernel = gluon.jit(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, counts_ptr, notes_ptr,
     first_ptr, past_ptr, row_b, left, right, visits_ptr, visits_b, seen_ptr, seen_b,
-    scale, cap, slope_ptr, slope_b, ahead, n, s, h, g, d, e, heads, keys, span, sections, C: gl.constexpr,
+    scale, cap, slope_ptr, slope_b, ahead, n, s, h, g, d, e, heads, keys, span, sections, turns, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: b·g·⌈s / N⌉ programs, in the order of `place_of`."""
     if C.MASK != "NONE":
         declare_flag(0)
         declare_flag(1)
-    at, block, up = place_of(gl.program_id(0), heads, keys, span, sections)
+    at, block, up = place_of(gl.program_id(0), heads, keys, span, sections, turns)
     b, key_head = at // g, at % g
     group = h // g
     whose = (b, key_head, block, h)

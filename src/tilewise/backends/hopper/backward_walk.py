@@ -7,6 +7,10 @@ somewhere else at any time, and nobody waits at all; but those with most to do s
 first, and walk rows from the last; who has most to do starts first, but waits where many start together. So sections of heads
 go up and down in turn, and the last one down: one that ends with long programs is followed by one that begins with them.
 
+Going up, who starts together comes to a row twice as many steps apart as a group has heads, and by then L2 has forgotten the
+rows of large groups. Going down, they pass it one step after the other, and waiting is little to programs of so many steps:
+so sections of large groups all go down.
+
     mask    (first, past, left, right, visits, seen, keys)     rows r see keys [first[r], past[r]), or [r + left, r + right);
                                                                `keys` blocks of keys
     visits  (lo, hi, full_lo, full_hi, up, head, group)        blocks [lo, hi), of which [full_lo, full_hi) hide nothing, of
@@ -32,11 +36,12 @@ NEVER = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
-def place_of(pid, heads, blocks, span, sections):
-    """(head, block of keys, up: 0 or 1) of a program: `span` heads are a section, whose blocks start together. `sections`, how
-    many they are, is given: with one more division ptxas keeps no address of the loops in a register."""
+def place_of(pid, heads, blocks, span, sections, turns):
+    """(head, block of keys, up: 0 or 1) of a program: `span` heads are a section, whose blocks start together, and go
+    up and down in turn if `turns` is 1. `sections`, how many they are, is given: with one more division ptxas keeps no address
+    of the loops in a register."""
     section, rest = pid // (span * blocks), pid % (span * blocks)
-    up = (sections - section + 1) & 1
+    up = (sections - section + 1) & turns
     width = gl.minimum(span, heads - section * span)
     block = rest // width
     return section * span + rest % width, gl.where(up == 1, blocks - 1 - block, block), up

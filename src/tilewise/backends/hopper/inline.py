@@ -150,9 +150,7 @@ mov.u32 $0, 0;
 }""")
 
 
-@gluon.constexpr_function
-def _settle(pending):
-    return f"cp.async.bulk.wait_group {pending};\nbar.warp.sync 0xffffffff;\nmov.u32 $0, 0;"
+_SETTLE = gl.constexpr("cp.async.bulk.wait_group 0;\nbar.warp.sync 0xffffffff;\nmov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -168,10 +166,10 @@ def count_up(counter):
 
 
 @gluon.jit
-def settle(PENDING: gl.constexpr):
-    """Wait until all but the last PENDING tiles that this warp has let the copy engine take away are in memory. Gluon's own
-    wait ends when they have been read."""
-    gl.inline_asm_elementwise(_settle(PENDING), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def settle():
+    """Wait until all tiles that this warp has let the copy engine take away are in memory. Gluon's own wait ends when they have
+    been read."""
+    gl.inline_asm_elementwise(_SETTLE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
