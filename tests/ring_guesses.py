@@ -16,6 +16,7 @@ import tilewise as tw
 from tilewise.ring import api, meet
 from tilewise.ring.kernel import Kernel
 from tilewise.ring.nccl import DeviceTransport
+from tilewise.ring.transport import HostTransport
 
 dist: Any = torch.distributed
 
@@ -33,11 +34,18 @@ class Device:
         return True
 
 
-def made_up() -> Any:
-    """torch.cuda, as far as `DeviceTransport` goes."""
-    return patch.multiple(
-        torch.cuda, Stream=Device, Event=Device, current_stream=Device, stream=nullcontext, set_device=lambda device: None
-    )
+@contextmanager
+def made_up() -> Iterator[None]:
+    """torch.cuda, as far as `DeviceTransport` goes, and messages as between hosts."""
+    cuda = {
+        "Stream": Device,
+        "Event": Device,
+        "current_stream": Device,
+        "stream": nullcontext,
+        "set_device": lambda device: None,
+    }
+    with patch.multiple(torch.cuda, **cuda), patch.object(DeviceTransport, "_start", HostTransport._start):
+        yield
 
 
 class Log:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -76,7 +77,13 @@ def pack(terms: Mapping[str, Any]) -> Tensor:
 
 def unpack(x: Tensor) -> dict[str, Any]:
     """The inverse of `pack`."""
-    return json.loads(x.numpy().tobytes())
+    return _read(x.numpy().tobytes())
+
+
+@lru_cache(maxsize=256)
+def _read(text: bytes) -> dict[str, Any]:
+    """What calls say again and again; nobody changes it."""
+    return json.loads(text)
 
 
 def shorten(value: Any, limit: int) -> Any:

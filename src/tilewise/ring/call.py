@@ -21,7 +21,7 @@ from ..dropout import Dropout
 from ..mask import Mask, Where
 from ..mask.base import Both
 from ..problem import Inputs, Options, Partial, Problem
-from .agree import OWN, agree, fingerprint
+from .agree import OWN, agree, compare, fingerprint, propose
 from .choose import choose, method_named
 from .execute import Message, backward_given, backward_results, forward_given, forward_results, run
 from .kernel import Kernel
@@ -152,6 +152,7 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
     except Exception as found:
         error = found
     transport.begin(deadline_s)
+    said = transport.offer(propose(terms, error), deadline_s)
     mine = None if error else _summary(terms, x.q.device)
 
     def made(setting: Setting, draw: int, confirm: Callable[[], Call] | None = None) -> Call:
@@ -159,7 +160,7 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
         return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s, confirm)
 
     def confirm() -> Call:
-        theirs = agree(terms, partial(transport.gather, deadline_s=deadline_s), error)
+        theirs = compare(terms, said(), error)
         counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
         setting = _setting(x, asked, (counts, terms), (transport, partial(transport.gather, deadline_s=deadline_s)))
         if transport.ahead and not _asks_functions(asked.mask):

@@ -6,14 +6,12 @@ and packed only for a message."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import DtypeError, ShapeError
 from ..api import merge
@@ -58,9 +56,11 @@ def run(
     """A rank's results by name. Yields the handle of each step that it waits for: whoever drives it waits, and resumes it when
     the step is done. Thrown into, it lets go of everything: results are new tensors, returned when all are finished."""
     program = plan.programs[rank]
-    memory = Memory(plan, program, given, _passing_of(plan, rank))
+    memory = Memory(plan, program, given)
     flights: dict[int, tuple[Any, Flight]] = {}
     for op in program.ops:
+        if isinstance(op, Post | Wait):
+            memory.keep()
         if isinstance(op, Post):
             flight = memory.depart(op)
             flights[op.step] = post(op, flight.sends, [(peer, room) for peer, room, _ in flight.arrivals]), flight
@@ -70,6 +70,7 @@ def run(
             memory.arrive(flight)
         else:
             memory.do(op, kernel)
+    memory.keep()
     return {name: memory.whole(name) for name in program.results}
 
 
@@ -113,11 +114,22 @@ class Flight(NamedTuple):
     arrivals: list[tuple[int, Tensor, View | None]]
 
 
+class Fresh(NamedTuple):
+    """What an operation gives, not put where it belongs yet, for whatever comes next may take it from here. `values`: planes;
+    or a block that is not even computed yet, `attend(onto, wide)`, for a kernel may also merge it with what was there before,
+    `onto`, and give the output in its final dtype."""
+
+    view: View
+    values: Sequence[Tensor] = ()
+    attend: Callable[[Partial | None, bool], Partial] | None = None
+    onto: Partial | None = None
+
+
 class Memory:
     """The buffers of one rank, each as one tensor or two (`widths`). No gradient flows. A buffer has no memory before something
     is put there or looked for: what fills all of it is it."""
 
-    def __init__(self, plan: Plan, program: Program, given: dict[str, Tensor], passing: Collection[str]) -> None:
+    def __init__(self, plan: Plan, program: Program, given: dict[str, Tensor]) -> None:
         self.plan = plan
         self.dtype, self.device = given["q"].dtype, given["q"].device
         self.buffers: dict[str, Buffer] = {buffer.name: buffer for buffer in program.given}
@@ -125,9 +137,7 @@ class Memory:
             buffer.name: list(given[buffer.name].detach().split_with_sizes(self.widths(buffer.kind), -1))
             for buffer in program.given
         }
-        self.passing = passing
-        self._latest: Sequence[Tensor] = ()
-        self._onto: Callable[[Partial], Partial] | None = None
+        self._fresh: Fresh | None = None
         self._zeros = given["q"].new_empty(0)
 
     def widths(self, kind: str) -> list[int]:
@@ -164,33 +174,48 @@ class Memory:
             self.buffers[op.buffer.name] = op.buffer
         elif isinstance(op, Free):
             self._planes.pop(op.buffer, None)
-        elif isinstance(op, Forward):
-            self._forward(op, kernel)
-        elif isinstance(op, Backward):
-            self._backward(op, kernel)
-        elif isinstance(op, Copy):
-            self.write(op.into, self.read(op.source))
-        elif isinstance(op, Add):
-            self._add(op)
         elif isinstance(op, Merge):
             self._merge(op)
+        elif isinstance(op, Add):
+            self._add(op)
         elif isinstance(op, Finish):
-            done = kernel.finish(_partial(self.read(op.part)), op.heads)
-            o, lse = _planes(done)
-            self.write(op.out, [o])
-            self.write(op.lse, [lse])
+            self._finish(op, kernel)
+        else:
+            self.keep()
+            if isinstance(op, Forward):
+                (q,), (k, v) = self.read(op.q), self._keys(op.kv)
+                self._fresh = Fresh(op.into, attend=partial(kernel.attend, op.block, q, k, v))
+            elif isinstance(op, Backward):
+                self._backward(op, kernel)
+            elif isinstance(op, Copy):
+                self.write(op.into, self.read(op.source))
+
+    def keep(self) -> None:
+        """Put what is fresh where it belongs."""
+        fresh, self._fresh = self._fresh, None
+        if fresh is None:
+            return
+        values = fresh.values
+        if fresh.attend is not None:
+            done = fresh.attend(fresh.onto, True)
+            if done is fresh.onto and len(fresh.view.rows.ranges) == 1:
+                return  # it was merged in its place
+            values = _planes(done)
+        self.write(fresh.view, values, own=True)
+
+    def _taken(self, view: View) -> Fresh | None:
+        """What is fresh if it belongs there; else it is put where it belongs."""
+        if self._fresh is None or self._fresh.view != view:
+            self.keep()
+        fresh, self._fresh = self._fresh, None
+        return fresh
 
     def read(self, view: View) -> list[Tensor]:
         """The tensors of a view; copies where it has several runs of rows."""
-        if view.buffer in self.passing:
-            return list(self._latest)
         return [_rows(plane, view) for plane in self.planes(view.buffer)]
 
     def write(self, view: View, values: Sequence[Tensor], own: bool = False) -> None:
         """Put values where a view is. `own`: nobody else holds them, so they may become the buffer."""
-        if view.buffer in self.passing:
-            self._latest = values
-            return
         buffer = self.buffers[view.buffer]
         everything, kept = (view.rows.count, view.heads.count) == (buffer.rows, buffer.heads), self.dtype_of(buffer.kind)
         if everything and all(own or value.dtype != kept for value in values):
@@ -231,19 +256,12 @@ class Memory:
             if view is not None:
                 self.write(view, room.split_with_sizes(self.widths(self.buffers[view.buffer].kind), -1))
 
-    def _forward(self, op: Forward, kernel: Kernel) -> None:
-        (q,), (k, v) = self.read(op.q), self._keys(op.kv)
-        if op.into.buffer in self.passing:
-            self._onto = partial(kernel.forward_onto, op.block, q, k, v)
-        else:
-            self.write(op.into, _planes(kernel.forward(op.block, q, k, v)), own=True)
-
     def _backward(self, op: Backward, kernel: Kernel) -> None:
         (q,), (k, v), (do,) = self.read(op.q), self._keys(op.kv), self.read(op.do)
         lse, total = (x[..., 0].transpose(1, 2) for x in self.read(op.stats))
         dq, dk, dv = kernel.backward(op.block, (q, k, v), do, lse, total, self._nothing(do))
         self.write(op.dkv, [_packed(dk, dv)], own=True)
-        self.write(op.dq, [dq], own=True)
+        self._fresh = Fresh(op.dq, [dq])
 
     def _nothing(self, like: Tensor) -> Tensor:
         """Zeros of a shape, which all blocks share; rows lie on top of each other, 16 bytes apart, for zeros are read from
@@ -260,64 +278,36 @@ class Memory:
         return k, v
 
     def _merge(self, op: Merge) -> None:
-        into = _partial(self.read(op.into))
-        if op.source.buffer in self.passing:
-            assert self._onto is not None
-            done = self._onto(into)
+        fresh, into = self._taken(op.source), _partial(self.read(op.into))
+        if fresh is None:
+            self.write(op.into, _planes(merge(into, _partial(self.read(op.source)))), own=True)
         else:
-            done = merge(into, _partial(self.read(op.source)))
-        if done is not into or len(op.into.rows.ranges) > 1:
-            self.write(op.into, _planes(done), own=True)
+            self._fresh = fresh._replace(view=op.into, onto=into)
+
+    def _finish(self, op: Finish, kernel: Kernel) -> None:
+        """Rows that are being attended to get their final dtype at once, the others now."""
+        fresh, every = self._fresh, op.part.rows
+        at_once = fresh is not None and (fresh.view.buffer, fresh.view.heads) == (op.part.buffer, op.part.heads)
+        if fresh is None or fresh.attend is None or kernel.sink is not None or not at_once:
+            self.keep()
+            done = {every: kernel.finish(_partial(self.read(op.part)), op.heads)}
+        else:
+            self._fresh, rest = None, every.without(fresh.view.rows)
+            done = {fresh.view.rows: fresh.attend(fresh.onto, False)}
+            if rest.count:
+                done[rest] = _partial(self.read(op.part._replace(rows=rest)))
+        for rows, part in done.items():
+            for view, plane in zip((op.out, op.lse), _planes(part), strict=True):
+                self.write(view._replace(rows=rows), [plane], own=True)
 
     def _add(self, op: Add) -> None:
-        source = self.read(op.source)
+        fresh = self._taken(op.source)
+        source = self.read(op.source) if fresh is None else fresh.values
         if len(op.into.rows.ranges) > 1:
             self.write(op.into, [a + b for a, b in zip(self.read(op.into), source, strict=True)])
             return
         for plane, value in zip(self.read(op.into), source, strict=True):
             plane += value
-
-
-_passing: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By plan and rank what `passing` says of a program."""
-
-
-def _passing_of(plan: Plan, rank: int) -> set[str]:
-    if plan not in _passing:
-        _passing[plan] = {}
-    known: dict[int, set[str]] = _passing[plan]
-    if rank not in known:
-        known[rank] = passing(plan.programs[rank])
-    return known[rank]
-
-
-def passing(program: Program) -> set[str]:
-    """Buffers that only hand what one operation has computed to the operation right after it: those need no memory. A partial
-    result is not even computed before it is merged, for a kernel may do both at once."""
-    made, kept = set[str](), set(program.results)
-    for before, op in pairwise((None, *program.ops)):
-        fresh = before.dq if isinstance(before, Backward) else None
-        if isinstance(before, Forward) and isinstance(op, Merge):
-            fresh = before.into
-        kept |= {view.buffer for view in _reads(op) if view != fresh}
-        if fresh is not None:
-            made.add(fresh.buffer)
-    return made - kept
-
-
-def _reads(op: Op | None) -> list[View]:
-    """What an operation reads, what it adds to included."""
-    if isinstance(op, Post):
-        return [send.view for send in op.sends]
-    if isinstance(op, Merge | Add):
-        return [op.source, op.into]
-    if isinstance(op, Copy):
-        return [op.source]
-    if isinstance(op, Finish):
-        return [op.part]
-    if isinstance(op, Forward):
-        return [op.q, op.kv]
-    return [op.q, op.kv, op.do, op.stats] if isinstance(op, Backward) else []
 
 
 def _rows(plane: Tensor, view: View) -> Tensor:

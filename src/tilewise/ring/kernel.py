@@ -48,7 +48,7 @@ class Kernel:
     alibi: Tensor | None = None
     sink: Tensor | None = None
     backend: str | None = None
-    plans: dict[Block, Plan] = field(default_factory=dict)
+    plans: dict[tuple[Block, bool], Plan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         score = self.problem.score
@@ -63,11 +63,12 @@ class Kernel:
         """The same blocks for another call: its slopes, sinks and seed."""
         return replace(self, problem=replace(self.problem, dropout=dropout), alibi=alibi, sink=sink)
 
-    def plan(self, block: Block) -> Plan:
-        """How a block runs."""
-        plan = self.plans.get(block)
+    def plan(self, block: Block, wide: bool = True) -> Plan:
+        """How a block runs whose results are in the dtype of sums, or not `wide`, in that of inputs."""
+        plan = self.plans.get((block, wide))
         if plan is None:
-            plan = self.plans[block] = make_plan(block_problem(self.problem, block), self.backend)
+            problem = replace(block_problem(self.problem, block), wide=wide)
+            plan = self.plans[block, wide] = make_plan(problem, self.backend)
         drop = block_dropout(self.problem, block)
         return plan if drop is None else replace(plan, problem=replace(plan.problem, dropout=drop))
 
@@ -75,13 +76,17 @@ class Kernel:
         """Attention over the keys of a block alone: o "b n h e" and lse "b h n", both in the dtype of sums."""
         return launch(self.plan(block), self._inputs(block, q, k, v))
 
-    def forward_onto(self, block: Block, q: Tensor, k: Tensor, v: Tensor, onto: Partial) -> Partial:
-        """merge(onto, forward): `onto` may be overwritten, and is then what is returned."""
-        both = launch_onto(self.plan(block), self._inputs(block, q, k, v), onto)
-        if both is not None:
-            return both
-        part = self.forward(block, q, k, v)
-        return onto if absorb(onto, part) else merge(onto, part)
+    def attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor, onto: Partial | None, wide: bool) -> Partial:
+        """merge(onto, forward), o in the dtype of sums or, not `wide`, rounded once to that of q. `onto` may be overwritten
+        and returned where that is all."""
+        if onto is not None:
+            both = launch_onto(self.plan(block, wide), self._inputs(block, q, k, v), onto)
+            if both is not None:
+                return both
+        done = self.forward(block, q, k, v)
+        if onto is not None:
+            done = onto if absorb(onto, done) else merge(onto, done)
+        return done if wide else Partial(done.o.to(q.dtype), done.lse)
 
     def backward(
         self, block: Block, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, lse: Tensor, total: Tensor, nothing: Tensor

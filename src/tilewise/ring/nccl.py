@@ -46,16 +46,29 @@ class DeviceTransport(GroupTransport):
         self._hosts.news = self.news
         self._beside = torch.cuda.Stream(device)
         self._met = False
+        self._talked: set[int] = set()
         self._starting: Watched | None = None
         self._under_way: list[Watched] = []
         self._wake, self._failing = threading.Condition(), threading.Lock()
         threading.Thread(target=self._watch, name="tilewise-ring-watch", daemon=True).start()
 
     def post(self, step: int, sends: Sequence[Message], recvs: Sequence[Message], after: Any = None) -> Handle:
-        if not sends and not recvs:
-            return super().post(step, sends, recvs)
-        with self._watched(step, (*sends, *recvs)[0][0]):
+        peers = {peer for peer, _ in (*sends, *recvs)}
+        if peers <= self._talked:
             return super().post(step, sends, recvs, after)
+        with self._watched(step, min(peers - self._talked)):
+            handle = super().post(step, sends, recvs, after)
+        self._talked |= peers
+        return handle
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[tuple[int, Any]]:
+        """All of them as one operation of NCCL's."""
+        self.group._start_coalescing(self.device)
+        for peer, x in sends:
+            self.group.send([x], peer, tag)
+        for peer, x in recvs:
+            self.group.recv([x], peer, tag)
+        return [((recvs or sends)[0][0], self.group._end_coalescing(self.device))]
 
     def wait(self, handle: Handle, deadline_s: float) -> None:
         self._check()

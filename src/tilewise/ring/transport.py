@@ -91,9 +91,7 @@ class GroupTransport:
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[tuple[int, Any]]:
         """Torch's handles, and whom each is about."""
-        listed = [(dist.isend, *x) for x in sends] + [(dist.irecv, *x) for x in recvs]
-        ops = [dist.P2POp(op, tensor, group=self.group, tag=tag, group_peer=peer) for op, peer, tensor in listed]
-        return [((recvs or sends)[0][0], work) for work in dist.batch_isend_irecv(ops)]
+        raise NotImplementedError
 
     def mark(self) -> Any:
         """An event on the device after all that it has to do so far."""

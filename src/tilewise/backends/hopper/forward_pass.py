@@ -37,7 +37,7 @@ def forward_onto(problem: Problem, x: Inputs[Tensor], onto: Partial, config: Con
     if 0 in (problem.b, problem.n, problem.s, problem.h):
         return onto
     o, aligned = onto.o, onto.o.data_ptr() % 16 == 0 and all(step % 4 == 0 for step in onto.o.stride()[:3])
-    if not problem.wide or not aligned or o.stride(3) != 1 or {o.dtype, onto.lse.dtype} != {torch.float32}:
+    if not aligned or o.stride(3) != 1 or {o.dtype, onto.lse.dtype} != {torch.float32}:
         return None
     return _run(problem, x, onto, config)
 
