@@ -33,6 +33,6 @@ def test_every_rank_is_given_its_own_rows():
     sides = ring_work.sides_named("zigzag", problem, 3)
     plan = ring_work.make_plan(problem, *sides, ring_work.method_named("ring"))
     given = ring_work.forward_shares(plan, (x[0], x[1], x[2]))
-    assert [one["q"].shape[1] for one in given] == plan.q.counts
-    rows = torch.cat([one["q"] for one in given], 1)[:, torch.from_numpy(plan.q.inverse)]
+    assert [one["q"][0].shape[1] for one in given] == plan.q.counts
+    rows = torch.cat([one["q"][0] for one in given], 1)[:, torch.from_numpy(plan.q.inverse)]
     assert torch.equal(rows, x[0])

@@ -153,28 +153,36 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
         error = found
     transport.begin(deadline_s)
     said = transport.offer(propose(terms, error), deadline_s)
-    mine = None if error else _summary(terms, x.q.device)
+    mine = None if error else _summary(terms)
+    drawn = asked.dropout > 0 and asked.seed is None if error is None else False
 
     def made(setting: Setting, draw: int, confirm: Callable[[], Call] | None = None) -> Call:
         drop = Dropout(asked.dropout, draw if asked.seed is None else asked.seed) if asked.dropout > 0 else None
         return Call(setting, setting.kernel.with_arrays(x.alibi, x.sink, drop), transport, deadline_s, confirm)
 
     def confirm() -> Call:
-        theirs = compare(terms, said(), error)
-        counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
-        setting = _setting(x, asked, (counts, terms), (transport, partial(transport.gather, deadline_s=deadline_s)))
-        if transport.ahead and not _asks_functions(asked.mask):
-            _keep(transport.guesses, mine, setting)
-        return made(setting, theirs[0][OWN + "draw"])
+        told = said()
+        every = tuple(x.numpy().tobytes() for x in told)
+        setting, draw = transport.agreed.get(every) or (None, 0)  # whoever was of one mind before is again
+        if setting is None:
+            theirs = compare(terms, told, error)
+            counts = [tuple(found[OWN + "rows of " + side] for found in theirs) for side in ("q", "k")]
+            setting = _setting(x, asked, (counts, terms), (transport, partial(transport.gather, deadline_s=deadline_s)))
+            draw = theirs[0][OWN + "draw"]
+        if not drawn and not _asks_functions(asked.mask):
+            _keep(transport.agreed, every, (setting, draw))
+            if transport.ahead:
+                _keep(transport.guesses, mine, setting)
+        return made(setting, draw)
 
-    guess = None if error or (asked.dropout > 0 and asked.seed is None) else transport.guesses.get(mine)
+    guess = None if error or drawn else transport.guesses.get(mine)
     return (confirm() if guess is None else made(guess, 0, confirm)), x
 
 
-def _summary(terms: dict[str, Any], device: torch.device) -> tuple[Any, ...]:
+def _summary(terms: dict[str, Any]) -> tuple[Any, ...]:
     """What of a rank's terms a setting depends on, its own rows last."""
     words = {name: value for name, value in terms.items() if not name.startswith(OWN) and name not in PASSING}
-    return repr(words), device, terms[OWN + "rows of q"], terms[OWN + "rows of k"]
+    return repr(words), terms[OWN + "rows of q"], terms[OWN + "rows of k"]
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
@@ -261,7 +269,7 @@ def _setting(x: Shards, asked: Asked, agreed: tuple[list, dict], by: tuple[Trans
     it or none does. One with a function of positions is made anew, for that may answer differently each time. Arrays of its
     mask are its own: what a caller writes into an array later is no part of it. Raises where no plan can be made."""
     (counts, terms), (transport, gather) = agreed, by
-    key = (*_summary(terms, x.q.device)[:2], *counts)
+    key = (_summary(terms)[0], *counts)
     if key in transport.settings:
         return transport.settings[key]
     layout = asked.layout

@@ -39,6 +39,9 @@ from .program import (
 )
 from .runs import Runs
 
+Given = dict[str, list[Tensor]]
+"""By name the planes of buffers."""
+
 Message = tuple[int, Tensor]
 """A peer, and the contiguous tensor that goes to it or that what comes from it is written into."""
 
@@ -50,9 +53,7 @@ WIRE = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """What accumulated kinds travel as, by the bytes of an element: a half type must have float32's range."""
 
 
-def run(
-    plan: Plan, rank: int, given: dict[str, Tensor], kernel: Kernel, post: Poster
-) -> Generator[Any, None, dict[str, Tensor]]:
+def run(plan: Plan, rank: int, given: Given, kernel: Kernel, post: Poster) -> Generator[Any, None, dict[str, Tensor]]:
     """A rank's results by name. Yields the handle of each step that it waits for: whoever drives it waits, and resumes it when
     the step is done. Thrown into, it lets go of everything: results are new tensors, returned when all are finished."""
     program = plan.programs[rank]
@@ -74,22 +75,20 @@ def run(
     return {name: memory.whole(name) for name in program.results}
 
 
-def forward_given(plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+def forward_given(plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor) -> Given:
     """What forward is given: a rank's shards q "b n h d", k "b s g d", v "b s g e"."""
     _check(plan, rank, q.dtype, q=(q, "b n h d"), k=(k, "b s g d"), v=(v, "b s g e"))
-    return {"q": q, "kv": _packed(k, v)}
+    return {"q": [q.detach()], "kv": [_packed(k.detach(), v.detach())]}
 
 
-def backward_given(
-    plan: Plan, rank: int, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, lse: Tensor, total: Tensor
-) -> dict[str, Tensor]:
+def backward_given(plan: Plan, rank: int, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, lse: Tensor, total: Tensor) -> Given:
     """What backward is given: a rank's shards, do "b n h e", and of each of its rows the global lse and total = delta − dlse,
     both "b h n", where delta = rowsum(do∘o)."""
     q, k, v = qkv
     _check(plan, rank, q.dtype, q=(q, "b n h d"), k=(k, "b s g d"), v=(v, "b s g e"))
     _check(plan, rank, q.dtype, do=(do, "b n h e"), lse=(lse, "b h n"), total=(total, "b h n"))
-    stats = torch.stack([x.transpose(1, 2) for x in (lse, total)], -1)
-    return {"q": q, "kv": _packed(k, v), "do": do, "stats": stats}
+    q, k, v, do, *stats = (x.detach() for x in (q, k, v, do, lse, total))
+    return {"q": [q], "kv": [_packed(k, v)], "do": [do], "stats": [x.transpose(1, 2)[..., None] for x in stats]}
 
 
 def forward_results(results: dict[str, Tensor]) -> Partial:
@@ -129,16 +128,14 @@ class Memory:
     """The buffers of one rank, each as one tensor or two (`widths`). No gradient flows. A buffer has no memory before something
     is put there or looked for: what fills all of it is it."""
 
-    def __init__(self, plan: Plan, program: Program, given: dict[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, program: Program, given: Given) -> None:
         self.plan = plan
-        self.dtype, self.device = given["q"].dtype, given["q"].device
+        (q,) = given["q"]
+        self.dtype, self.device = q.dtype, q.device
         self.buffers: dict[str, Buffer] = {buffer.name: buffer for buffer in program.given}
-        self._planes: dict[str, list[Tensor]] = {
-            buffer.name: list(given[buffer.name].detach().split_with_sizes(self.widths(buffer.kind), -1))
-            for buffer in program.given
-        }
+        self._planes: dict[str, list[Tensor]] = {buffer.name: list(given[buffer.name]) for buffer in program.given}
         self._fresh: Fresh | None = None
-        self._zeros = given["q"].new_empty(0)
+        self._zeros: Tensor | None = None
 
     def widths(self, kind: str) -> list[int]:
         """Columns of the tensors that a buffer of a kind is kept as."""
@@ -268,7 +265,7 @@ class Memory:
         memory, too."""
         step, (*sizes, e) = 16 // like.element_size(), like.shape
         many = step * (sum(sizes) - len(sizes)) + e
-        if self._zeros.numel() < many:
+        if self._zeros is None or self._zeros.numel() < many:
             self._zeros = torch.zeros(many, dtype=like.dtype, device=like.device)
         return self._zeros.as_strided(like.shape, (step, step, step, 1))
 
@@ -292,7 +289,7 @@ class Memory:
             self.keep()
             done = {every: kernel.finish(_partial(self.read(op.part)), op.heads)}
         else:
-            self._fresh, rest = None, every.without(fresh.view.rows)
+            self._fresh, rest = None, _others(every, fresh.view.rows)
             done = {fresh.view.rows: fresh.attend(fresh.onto, False)}
             if rest.count:
                 done[rest] = _partial(self.read(op.part._replace(rows=rest)))
@@ -322,6 +319,10 @@ def _rows(plane: Tensor, view: View) -> Tensor:
 
 def _run(plane: Tensor, run: range, heads: Heads) -> Tensor:
     return plane[:, run.start : run.stop : run.step, heads.first : heads.past]
+
+
+_others = lru_cache(maxsize=4096)(Runs.without)
+"""Rows of a view that are not of another one, which to find out takes longer than to start a kernel."""
 
 
 @lru_cache(maxsize=4096)

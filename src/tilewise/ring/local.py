@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._errors import PeerLost
 from ..problem import Partial
-from .execute import Message, backward_given, backward_results, forward_given, forward_results, run
+from .execute import Given, Message, backward_given, backward_results, forward_given, forward_results, run
 from .kernel import Kernel
 from .owners import Owners
 from .program import Plan, Post
@@ -200,13 +200,13 @@ def gradients(
     return unshard(plan.q, dq), unshard(plan.kv, dk), unshard(plan.kv, dv)
 
 
-def forward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> list[dict[str, Tensor]]:
+def forward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Given]:
     """What each rank of a forward plan is given of whole tensors."""
     split = zip(*(shards(owners, x) for owners, x in zip((plan.q, plan.kv, plan.kv), qkv, strict=True)), strict=True)
     return [forward_given(plan, r, *part) for r, part in enumerate(split)]
 
 
-def backward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], saved: Partial, grads: Partial) -> list[dict[str, Tensor]]:
+def backward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], saved: Partial, grads: Partial) -> list[Given]:
     """What each rank of a backward plan is given of whole tensors."""
     do, wide = grads.o, saved.lse.dtype
     total = (do.to(wide) * saved.o.to(wide)).sum(-1).transpose(1, 2) - grads.lse
@@ -217,7 +217,7 @@ def backward_shares(plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], saved: Parti
 
 
 def results(
-    plan: Plan, kernel: Kernel, given: Sequence[dict[str, Tensor]], transport: LocalTransport | None = None
+    plan: Plan, kernel: Kernel, given: Sequence[Given], transport: LocalTransport | None = None
 ) -> list[dict[str, Tensor]]:
     """What every rank of a plan returns. Raises the `PeerLost` of the first that has one."""
     carrier = LocalTransport(plan.world) if transport is None else transport

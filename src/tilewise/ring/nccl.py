@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -62,12 +62,17 @@ class DeviceTransport(GroupTransport):
         return handle
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[tuple[int, Any]]:
-        """All of them as one operation of NCCL's."""
+        """All of them as one operation of NCCL's, which is also ended where it cannot be: a thread has only one under way."""
         self.group._start_coalescing(self.device)
-        for peer, x in sends:
-            self.group.send([x], peer, tag)
-        for peer, x in recvs:
-            self.group.recv([x], peer, tag)
+        try:
+            for peer, x in sends:
+                self.group.send([x], peer, tag)
+            for peer, x in recvs:
+                self.group.recv([x], peer, tag)
+        except RuntimeError:
+            with suppress(RuntimeError):
+                self.group._end_coalescing(self.device)
+            raise
         return [((recvs or sends)[0][0], self.group._end_coalescing(self.device))]
 
     def wait(self, handle: Handle, deadline_s: float) -> None:

@@ -50,9 +50,9 @@ class GroupTransport:
     """Sends and receives for one process group and one kind of device. On the host messages travel while the host computes; on
     a device they have NCCL's stream, and `wait` makes only the device wait.
 
-    `settings` and `methods` are what the ranks of the group have settled before: the same on all of them. `guesses`: by what
-    this rank alone has said, what was settled then. `ahead`: work that turns out to be in vain costs the host little, so a
-    call may begin by a guess."""
+    `settings`, `methods` and `agreed` (by what all have said) are what the ranks of the group have settled before: the same on
+    all of them. `guesses`: by what this rank alone has said, what was settled then. `ahead`: work that turns out to be in vain
+    costs the host little, so a call may begin by a guess."""
 
     ahead = False
 
@@ -64,6 +64,7 @@ class GroupTransport:
         self.calls, self.step, self.deadline_s = 0, AGREEING, self.timeout_s
         self.settings: dict[Any, Any] = {}
         self.methods: dict[Any, Any] = {}
+        self.agreed: dict[Any, Any] = {}
         self.guesses: dict[Any, Any] = {}
         world = dist.get_process_group_ranks(group)
         store = distributed_c10d._get_process_group_store(group)
@@ -217,6 +218,7 @@ class Alone:
     def __init__(self) -> None:
         self.settings: dict[Any, Any] = {}
         self.methods: dict[Any, Any] = {}
+        self.agreed: dict[Any, Any] = {}
         self.guesses: dict[Any, Any] = {}
 
     def begin(self, deadline_s: float) -> None: ...
