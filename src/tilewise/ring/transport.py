@@ -79,8 +79,7 @@ class GroupTransport:
         """Start messages with these peers. Those of one pair of ranks arrive in the order in which they are listed. They wait
         for what the device had to do when `after` was made (`mark`), or has to do now."""
         self._check()
-        self.step = step
-        tag = (self.calls << TAGS | (step + 1) & (1 << TAGS) - 1) & 0x7FFFFFFF
+        self.step, tag = step, self._tag(step)
         if not sends and not recvs:
             return Handle(step, [])
         ready = self.mark() if after is None else after
@@ -89,6 +88,10 @@ class GroupTransport:
                 return Handle(step, self._start(sends, recvs, tag), ready)
         except RuntimeError as error:
             raise self._fail(PeerLost((*sends, *recvs)[0][0], step, first_line(error))) from error
+
+    def _tag(self, step: int) -> int:
+        """What tells the messages of a call's step from others."""
+        return (self.calls << TAGS | (step + 1) & (1 << TAGS) - 1) & 0x7FFFFFFF
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[tuple[int, Any]]:
         """Torch's handles, and whom each is about."""
@@ -135,7 +138,8 @@ class GroupTransport:
 
 class HostTransport(GroupTransport):
     """Over Gloo. Torch's handles can only be waited for, so a thread does that while this one looks at the news; where the wait
-    never ends, the thread holds on to the buffers until the process does."""
+    never ends, the thread holds on to the buffers until the process does. An offer the thread even sends, while this one goes
+    on."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -148,20 +152,22 @@ class HostTransport(GroupTransport):
     def wait(self, handle: Handle, deadline_s: float) -> None:
         self._check()
         if handle.works:
-            self._finish(self._thread.submit(handle, deadline_s + 60), deadline_s)
+            self._finish(self._thread.submit(_Job(handle.step, lambda: handle.works, deadline_s + 60)), deadline_s)
 
     def offer(self, x: Tensor, deadline_s: float) -> Callable[[], list[Tensor]]:
+        self._check()
+        self.step, tag = AGREEING, self._tag(AGREEING)
         found = [x if r == self.rank else torch.empty_like(x) for r in range(self.world)]
         others = [r for r in range(self.world) if r != self.rank]
-        handle = self.post(AGREEING, [(r, x) for r in others], [(r, found[r]) for r in others])
-        return partial(self._told, self._thread.submit(handle, deadline_s + 60), found, deadline_s)
+        start = partial(self._start, [(r, x) for r in others], [(r, found[r]) for r in others], tag)
+        return partial(self._told, self._thread.submit(_Job(AGREEING, start, deadline_s + 60)), found, deadline_s)
 
     def _told(self, job: _Job, found: list[Tensor], deadline_s: float) -> list[Tensor]:
         self._finish(job, deadline_s)
         return found
 
     def _finish(self, job: _Job, deadline_s: float) -> None:
-        begun, said, step = time.monotonic(), False, job.handle.step
+        begun, said, step = time.monotonic(), False, job.step
         while not job.done.wait(LOOK_S):
             if (lost := self.news.check(step)) is not None:
                 raise self._fail(lost)
@@ -178,10 +184,11 @@ class HostTransport(GroupTransport):
 
 
 class _Job:
-    """Messages that a thread waits for, and the error that ended the wait, if one did."""
+    """Messages of a step that a thread starts, or that are under way, and waits for; and the error that ended this, if one
+    did."""
 
-    def __init__(self, handle: Handle, limit_s: float) -> None:
-        self.handle, self.limit = handle, timedelta(seconds=limit_s)
+    def __init__(self, step: int, start: Callable[[], list[tuple[int, Any]]], limit_s: float) -> None:
+        self.step, self.start, self.limit = step, start, timedelta(seconds=limit_s)
         self.error: RuntimeError | None = None
         self.done = threading.Event()
 
@@ -194,8 +201,7 @@ class _Waiter:
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         threading.Thread(target=self._run, name="tilewise-ring-wait", daemon=True).start()
 
-    def submit(self, handle: Handle, limit_s: float) -> _Job:
-        job = _Job(handle, limit_s)
+    def submit(self, job: _Job) -> _Job:
         self._jobs.put(job)
         return job
 
@@ -203,7 +209,7 @@ class _Waiter:
         while True:
             job = self._jobs.get()
             try:
-                for self.peer, work in job.handle.works:
+                for self.peer, work in job.start():
                     work.wait(job.limit)
             except RuntimeError as error:
                 job.error = error
