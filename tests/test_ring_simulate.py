@@ -126,16 +126,26 @@ def test_two_ranks_by_hand():
 
 
 def test_a_device_waits_for_its_host():
-    """Packing, two blocks, a merge and the end are issued one by one; the message waits for the agreement."""
+    """Packing, two blocks, of which the second merges, and the end are issued one by one; the message waits for the agreement.
+    Calls cannot follow each other faster than the host issues them, though it begins early."""
     problem, made = pose(20, 20, Full(), h=1, g=1), owners.contiguous(20, 2)
     block, hop = 10 * 10 * 2 * 8 / 1e9, 1e-3 + 10 * 8 * 4 / 1e6
     for agree_s, waited in ((5e-3, 5e-3 + hop - 5.5e-3 - block), (0, 0)):
         host = Host(call_s=1e-3, agree_s=agree_s, work_s=2e-3, post_s=5e-4)
         told = foretell(problem, made, Method(), Cluster(replace(TOY, host=host)))
-        assert told.total_s == pytest.approx(1e-3 + 5e-4 + 5 * 2e-3)
+        assert told.total_s == pytest.approx(1e-3 + 5e-4 + 4 * 2e-3)
         assert told.waited_s == pytest.approx([waited] * 2)
         assert told.idle_s == pytest.approx([told.total_s - 2 * block - waited] * 2)
         assert told.losses["the host"] == pytest.approx(told.idle_s[0] / told.total_s)
+
+
+def test_a_host_that_hears_early_begins_the_next_call_early():
+    """Where own keys come last, the device works on when the last message has come; a gathering one is done with it."""
+    host = Host(call_s=1e-3, agree_s=0, work_s=1e-6, post_s=1e-6)
+    problem, made = pose(2000, 2000, Full(), h=1, g=1), owners.contiguous(2000, 2)
+    machine = replace(TOY, host=host, near=Link(0.0, 1e12))
+    ring, gathered = (foretell(problem, made, Method(x), Cluster(machine), backward=True) for x in ("ring", "gather"))
+    assert ring.idle_s.max() == 0 and gathered.idle_s.min() > 0.9e-3
 
 
 def test_two_devices_do_not_divide_their_messages():
@@ -184,12 +194,14 @@ def test_slower_links_never_help(data, world, backward):
 def test_prices_are_the_roofline():
     plan = Plan(big(8, 8192), owners.zigzag(65536, 8), owners.zigzag(65536, 8), Method(), False)
     prices = Prices(plan, H200)
-    operations = 8192 * (8192 + 250) * 64 * 4 * 128
-    assert prices.attend(8192, 8192 * 8192, 64, True) == pytest.approx(5e-6 + operations / 690e12)
+    operations = 8192 * (8192 + 50) * 64 * 4 * 128
+    assert prices.attend(8192, 8192 * 8192, 64, True) == pytest.approx(5e-6 + operations / 730e12)
     assert prices.attend(0, 0, 64, False) == 0
     one = prices.attend(1, 131072, 64, False)  # a decoding step reads its keys once
     assert one == pytest.approx(5e-6 + 131072 * 8 * 256 * 2 / 4.3e12, rel=1e-3)
     assert prices.combine("part", 8192, 64) == pytest.approx(5e-6 + 3 * 8192 * 64 * 129 * 4 / 4.3e12)
+    assert prices.onto("part", 8192, 64) == pytest.approx(8192 * 64 * 129 * 4 / 4.3e12)
+    assert prices.onto("dq", 8192, 64) == prices.combine("dq", 8192, 64)
 
 
 # claims

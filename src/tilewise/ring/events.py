@@ -3,6 +3,7 @@ programs read as such a list (`replay`), and so does a forecast that never write
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -87,8 +88,10 @@ def _work(ops: list[list[Op]], buffers: list[dict[str, Buffer]], prices: Prices)
         calls[kind][rank] += price > 0
 
     for r, mine in enumerate(ops):
-        for op in mine:
-            if isinstance(op, Forward | Backward):
+        for before, op in pairwise((None, *mine)):
+            if isinstance(before, Forward) and isinstance(op, Merge) and before.into == op.source:
+                seconds["merge"][r] += prices.onto("part", op.into.rows.count, op.into.heads.count)  # by the block's kernel
+            elif isinstance(op, Forward | Backward):
                 seen, heads = area(plan.problem, op.block.q, op.block.kv), op.block.heads.count
                 note("compute", r, prices.attend(op.block.q.count, seen, heads, op.block.kind == Tile.FULL))
                 pairs[r] += seen * heads

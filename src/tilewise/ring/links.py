@@ -32,13 +32,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a kernel reaches in one direction. `flops_s`: by head size, in blocks without end. `edge` and `torn_edge`: so many
-    key rows a query row costs more than it sees, in a FULL and in a PARTIAL block: a block of k keys a row runs at
-    k / (k + edge) of the full rate."""
+    """What a kernel reaches in one direction. `flops_s`: by head size, in blocks without end; PARTIAL ones run at `torn` of it.
+    `edge` and `torn_edge`: so many key rows a query row costs more than it sees, in a FULL and in a PARTIAL block: a block of k
+    keys a row runs at k / (k + edge) of the full rate."""
 
     flops_s: tuple[tuple[int, float], ...]
     edge: int
     torn_edge: int
+    torn: float = 1.0
 
     def at(self, head_size: int) -> float:
         """FLOP/s at a head size, on straight lines between those that are known."""
@@ -85,13 +86,13 @@ NVLINK4 = Link(35e-6, 310e9)
 NDR400 = Link(25e-6, 46e9)
 """46 to 48 GB/s of a nominal 50: maintainers in NVIDIA/nccl-tests issue 290. The latency of a send is an assumption."""
 
-PYTHON = Host(call_s=100e-6, agree_s=300e-6, work_s=60e-6, post_s=120e-6)
-"""This package under torch 2.11 on a Xeon beside two H200, 30 November 2026, by its profiler."""
+PYTHON = Host(call_s=600e-6, agree_s=600e-6, work_s=120e-6, post_s=200e-6)
+"""This package under torch 2.11 on a Xeon beside two H200, 1 December 2026, by a clock around its parts."""
 
 H200 = Machine(
     "h200",
-    Rates(((64, 600e12), (128, 690e12), (256, 800e12)), edge=250, torn_edge=100),
-    Rates(((64, 490e12), (128, 490e12), (256, 370e12)), edge=400, torn_edge=700),
+    Rates(((64, 620e12), (128, 730e12), (256, 800e12)), edge=50, torn_edge=200),
+    Rates(((64, 580e12), (128, 605e12), (256, 430e12)), edge=0, torn_edge=100, torn=0.885),
     processors=132,
     hbm_bytes_s=4.3e12,
     launch_s=5e-6,

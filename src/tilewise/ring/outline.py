@@ -86,9 +86,9 @@ class Outline:
                 calls["compute"][:, u] += took > 0
                 pairs[:, u] += pass_.pairs * part.count
                 if merges:
-                    took = price.combine(kind, pass_.rows * begun, part.count)
+                    took = price.onto(kind, pass_.rows * begun, part.count)
                     merged[:, u] += took
-                    calls["merge"][:, u] += took > 0
+                    calls["merge"][:, u] += (took > 0) * self.plan.backward  # a part joins in the block's own kernel
             if pass_.own is not None and held.count:
                 copied[:, u] += price.copy("kv", pass_.own, held.count)
             if pass_.kept is not None and held.count and self.plan.backward:

@@ -35,7 +35,7 @@ class Prices:
         keys = pairs / lines
         worked = pairs + lines * np.where(full, rates.edge, rates.torn_edge)
         tiles = p.b * heads * np.maximum(rows / TILE, 1) * np.maximum(keys / SPLIT, 1)
-        rate = rates.at(max(p.d, p.e)) * np.minimum(1, tiles / m.processors)
+        rate = rates.at(max(p.d, p.e)) * np.where(full, 1, rates.torn) * np.minimum(1, tiles / m.processors)
         operations = worked * heads * 2 * (3 * p.d + 2 * p.e if backward else p.d + p.e)
         if backward:
             operations = operations * self._crowding(keys, -(-heads // p.group), full)
@@ -47,16 +47,15 @@ class Prices:
 
     def _crowding(self, keys: np.ndarray, heads: int, full: bool | np.ndarray) -> np.ndarray:
         """How many times as long backward takes because dk and dv, two thirds of it, have a tile for every `TILE` keys of a
-        key head only: of unequal tiles, where something is hidden, the last wave is half empty."""
+        key head only: of unequal tiles, where something is hidden, a quarter of the last wave is empty."""
         seen = np.where(full, keys, 2 * keys)  # keys that any row sees, of a triangle
         waves = self.plan.problem.b * heads * np.maximum(seen / TILE, 1) / self.machine.processors
-        return (1 + 2 * np.where(full, np.maximum(1, 1 / waves), 1 + 0.5 / waves)) / 3
+        return (1 + 2 * np.where(full, np.maximum(1, 1 / waves), 1 + 0.25 / waves)) / 3
 
     def begin(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Before the first operation: keys and values are packed; backward also takes rowsum(do∘o) in two passes."""
-        p, size = self.plan.problem, self.plan.row_bytes
-        packed = self.copy("kv", keys, p.g)
-        return packed + self._move(rows * p.h * (2 * size("do") + 2 * size("part"))) if self.plan.backward else packed
+        """Before the first operation: keys and values are packed; backward also takes rowsum(do∘o)."""
+        p, packed = self.plan.problem, self.copy("kv", keys, self.plan.problem.g)
+        return packed + self._move(rows * p.h * 2 * self.plan.row_bytes("do")) if self.plan.backward else packed
 
     def end(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """After the last: backward rounds its gradients."""
@@ -69,6 +68,12 @@ class Prices:
         """Merge or add: both are read, one is written."""
         return self._move(3 * self.plan.row_bytes(kind) * np.asarray(rows, float) * heads)
 
+    def onto(self, kind: str, rows: Amount, heads: int) -> np.ndarray:
+        """What a block has given joins what was there before: a part is read by the block's own kernel, gradients are added."""
+        if kind != "part":
+            return self.combine(kind, rows, heads)
+        return np.asarray(rows, float) * heads * self.plan.row_bytes(kind) / self.machine.hbm_bytes_s
+
     def copy(self, kind: str, rows: Amount, heads: int) -> np.ndarray:
         return self._move(2 * self.plan.row_bytes(kind) * np.asarray(rows, float) * heads)
 
@@ -80,7 +85,7 @@ class Prices:
     def alone(self, rows: float, pairs: float) -> float:
         """The whole problem on one device, in one call: the measure of efficiency. `rows`: queries that see anything."""
         p = self.plan.problem
-        return float(self.attend(rows, pairs, p.h, pairs == p.b * p.n * p.s) + self.finish(p.n, p.h))
+        return float(self.attend(rows, pairs, p.h, pairs == p.b * p.n * p.s))
 
     def _move(self, size: np.ndarray) -> np.ndarray:
         return np.where(size > 0, self.machine.launch_s + size / self.machine.hbm_bytes_s, 0.0)

@@ -1,11 +1,13 @@
-"""How long a plan takes: a rank works, posts and waits one event after the other; a message starts when both its ends have
-posted it and the links on its way are free. Every event is one step for all ranks at once.
+"""How long a plan takes, in a row of calls like it: a rank works, posts and waits one event after the other; a message starts
+when both its ends have posted it and the links on its way are free. Every event is one step for all ranks at once.
 
     work     = now[r] ← max(now[r], when the host has started it) + seconds
     start[r] = max(now[r], end of the channel's last step at r, when the host has posted it)
     begin    = max(start[source], start[target], out[link of source] free, in[link of target] free)
     end      = begin + α + max(bytes out of the source's link, bytes into the target's) / W      over all messages of the step
-    waiting  = now[r] ← max(now[r], last end of r's messages)"""
+    waiting  = now[r] ← max(now[r], last end of r's messages)
+
+The host of a rank begins with a call when the last message of the call before has come, and its device works on meanwhile."""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def simulate(plan: Plan, cluster: Cluster = Cluster(), found: Survey | None = No
     stages = outline.stages()
     memory = np.array([peak_of(plan, teams, stages, r) for r in range(plan.world)])
     agreed_s = 0.0 if plan.backward or plan.world == 1 else cluster.machine.host.agree_s
-    clock = Clock(cluster, plan.world, agreed_s, keep)
+    once = Clock(cluster, np.zeros(plan.world), agreed_s, False)
+    run(events, once)
+    clock = Clock(cluster, once.tail, agreed_s, keep)
     run(events, clock)
     return clock.read(prices.alone(*found.whole(plan.q.replicated)), memory)
 
@@ -139,12 +143,14 @@ def run(events: list[Event], clock: Clock) -> None:
 class Clock:
     """What time it is on each rank, for its device (`now`) and for its host, which goes ahead (`issued`); and from when on each
     channel and link is free. Devices have a link to their node of their own and share network cards as the cluster says; both
-    carry as much in as out at once. No message is under way before `agreed_s`."""
+    carry as much in as out at once. No message is under way before hosts have agreed, which takes `agreed_s`. `lead`: by how
+    much each host begins before its device has done what came before."""
 
-    def __init__(self, cluster: Cluster, world: int, agreed_s: float, keep: bool) -> None:
-        self.cluster, self.world, self.agreed_s, self.keep = cluster, world, agreed_s, keep
-        self.host = cluster.machine.host
-        self.issued, self.idle = np.full(world, self.host.call_s), np.zeros(world)
+    def __init__(self, cluster: Cluster, lead: np.ndarray, agreed_s: float, keep: bool) -> None:
+        self.cluster, self.lead, self.agreed_s, self.keep = cluster, lead, agreed_s - lead, keep
+        self.host, self.world = cluster.machine.host, (world := len(lead))
+        self.issued, self.idle = self.host.call_s - lead, np.zeros(world)
+        self.heard = np.zeros(world)
         self.fresh = np.ones(world, bool)
         links = world + int(cluster.card(np.array(world - 1))) + 1
         self.now = np.zeros(world)
@@ -217,10 +223,16 @@ class Clock:
         self._span("wait", self.now, until)
         self.steps[event.step] = self.steps[event.step]._replace(waited_s=float(waited.max(initial=0)))
         self.waited += waited
-        self.now = until
+        self.now, self.heard = until, np.maximum(self.heard, self.done[event.step])
+
+    @property
+    def tail(self) -> np.ndarray:
+        """How long each device has work yet when its host is done with a call: that waits for the last message."""
+        return self.now - self.heard
 
     def read(self, alone_s: float, memory: np.ndarray) -> Forecast:
         self._catch_up()
+        self._idle_until(self.issued + self.lead)
         work = np.stack(self.table) if self.table else np.zeros((0, self.world))
         links = np.array([self.busy_link[: self.world].max(), self.busy_link[self.world :].max()])
         return Forecast(
