@@ -74,9 +74,11 @@ def attention(
                 the number of ranks; the same bits every time
     Gradients   first derivatives of q, k, v and sink. Every rank must run backward. That of sink is this rank's share: the
                 whole is the sum over ranks, as data parallelism makes it of every parameter
+    Devices     over NCCL messages pass beside the work of kernels where the group's go first:
+                init_process_group("nccl", pg_options=ProcessGroupNCCL.Options(is_high_priority_stream=True))
     Faults      a rank that dies, raises or is silent for deadline_s (the group's timeout unless given) raises PeerLost on all
-                others; the group is of no use then. Ranks that ask for different things raise the same error, before any data
-                moves
+                others; the group is of no use then, and torch makes no other NCCL communicator in the same thread: one to go on
+                with must have been used before. Ranks that ask for different things raise the same error, before any data moves
     Errors      as `tilewise.attention`. What is not one rectangle of shared rows is refused: bias, ragged, positions
     Source      Liu et al. 2023, Ring Attention; Jacobs et al. 2023, DeepSpeed Ulysses; Shyam et al. 2024, Tree Attention
 
