@@ -17,6 +17,7 @@ from cpu_code import runnable
 
 import tilewise as tw
 from tilewise import backends, testing
+from tilewise.backends import trial
 from tilewise.backends.cpu import choose, config, decode_call, refusals, selfcheck, sight
 from tilewise.cases import CASES
 from tilewise.problem import Inputs, Options, Problem
@@ -263,8 +264,8 @@ def test_kernels_that_compute_something_wrong_are_not_used(monkeypatch, tmp_path
 def test_the_self_check_sees_a_small_error(monkeypatch, quantity):
     problem = selfcheck.small("float32", 53)
     assert selfcheck.differences(problem) == []
-    real = selfcheck.definition
-    monkeypatch.setattr(selfcheck, "definition", lambda *a: {k: v * (1 + 1e-4 * (k == quantity)) for k, v in real(*a).items()})
+    real = trial.definition
+    monkeypatch.setattr(trial, "definition", lambda *a: {k: v * (1 + 1e-4 * (k == quantity)) for k, v in real(*a).items()})
     assert selfcheck.differences(problem) == [quantity]
 
 

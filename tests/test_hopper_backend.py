@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+from hopper_emulated import put_on_the_cpu
+
 from tilewise import backends, merge, testing
 from tilewise.backends import hopper
 from tilewise.backends.hopper import config, forward_kernel, forward_pass, launch, looks, refusals, roster, scratch, visits
@@ -294,7 +297,45 @@ def test_what_it_does_not_do_it_refuses() -> None:
     assert reasons(replace(CASES["full 64"], options=far)) == ""
 
 
+def test_kernels_that_compute_something_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Run on numpy, as a GPU would: once, if they are right and a note can be kept."""
+    selfcheck = import_module("tilewise.backends.hopper.selfcheck")
+    gpu, runs, real = SimpleNamespace(name="numpy", multi_processor_count=3), [], selfcheck.run
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(selfcheck, "run", lambda *given: runs.append(given) or real(*given))
+    put_on_the_cpu(monkeypatch)
+    assert asked_anew(selfcheck) == "" == asked_anew(selfcheck) and len(runs) == 1
+    (note,) = tmp_path.iterdir()
+    note.write_text("something else")
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        monkeypatch.setattr(selfcheck, "run", lambda *given, name=name: spoiled(name, *real(*given)))
+        assert asked_anew(selfcheck) == f"its kernels compute a wrong {name} on cpu"
+    monkeypatch.setattr(selfcheck, "run", lambda *given: 1 / 0)
+    assert "ZeroDivisionError" in asked_anew(selfcheck) and note.read_text() == "something else"
+    monkeypatch.setattr(refusals, "_device", lambda device: ())
+    problem = replace(Problem.describe(tensors(CASES["full 64"]), Options()), device="cpu")
+    assert "ZeroDivisionError" in refusals.why_not(problem, True)[0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert refusals.why_not(problem, True) == ()
+    selfcheck._broken.cache_clear()
+
+
+def asked_anew(selfcheck: Any) -> str:
+    selfcheck._broken.cache_clear()
+    return selfcheck.broken("cpu")
+
+
+def spoiled(name: str, made: Partial, grads: Inputs[torch.Tensor]) -> tuple[Partial, Inputs[torch.Tensor]]:
+    """Results of which one is 5 % too large."""
+    if name in ("o", "lse"):
+        return made._replace(**{name: getattr(made, name) * 1.05}), grads
+    return made, replace(grads, **{name[1]: getattr(grads, name[1]) * 1.05})
+
+
 def test_it_runs_on_a_hopper_with_a_triton_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_checked", lambda device: ())
     problem = Problem.describe(tensors(CASES["full 64"]), Options())
     assert any("Hopper" in reason for reason in refusals.why_not(problem, True))
     there = replace(problem, device="cuda:0")

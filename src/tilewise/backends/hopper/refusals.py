@@ -23,7 +23,8 @@ KNOWN = ((3, 6), (3, 9))
 
 def why_not(problem: Problem, named: bool) -> tuple[str, ...]:
     """The reasons, as sentences; empty where it runs."""
-    return (*_device(problem.device), *reasons_of(problem))
+    reasons = (*_device(problem.device), *reasons_of(problem))
+    return reasons or _checked(problem.device)
 
 
 def reasons_of(problem: Problem) -> list[str]:
@@ -47,6 +48,14 @@ def _device(device: str) -> tuple[str, ...]:
         first, last = (f"{major}.{minor}" for major, minor in KNOWN)
         return (f"its kernels are tested with triton {first} to {last}, and this is {triton}",)
     return ()
+
+
+def _checked(device: str) -> tuple[str, ...]:
+    """What speaks against the kernels themselves, once nothing else does: this runs them."""
+    from .selfcheck import broken
+
+    found = broken(device)
+    return (found,) if found else ()
 
 
 def _shape(p: Problem) -> list[str]:
