@@ -14,6 +14,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -123,6 +124,8 @@ class Program:
 
     pid: int
     programs: int
+    together: bool = False
+    """Whether all programs run at the same time."""
     named: dict[int, Named] = field(default_factory=dict)
     flags: dict[Any, bool] = field(default_factory=dict)
 
@@ -193,12 +196,17 @@ def add_tile(descriptor: Any, place: Any, tile: Shared) -> None:
 
 
 def await_count(counter: Pointer, least: int) -> None:
-    """Programs run one after the other: what one waits for must have happened."""
-    assert int(counter.flat[int(counter.offset)]) == int(least), "a program waits for a later one, or is overtaken"
+    """Where programs run one after the other, what one waits for must have happened."""
+    with Waiting.lock:
+        if HERE.program.together:
+            Waiting.until(lambda: int(counter.flat[int(counter.offset)]) >= int(least), f"a count of {least}")
+        assert int(counter.flat[int(counter.offset)]) == int(least), "a program waits for a later one, or is overtaken"
 
 
 def count_up(counter: Pointer) -> None:
-    counter.flat[int(counter.offset)] += 1
+    with Waiting.lock:
+        counter.flat[int(counter.offset)] += 1
+        Waiting.lock.notify_all()
 
 
 def signal(barrier: int, threads: int) -> None:
@@ -292,11 +300,12 @@ def language(bars: Any) -> dict[str, Any]:
 
 
 STANDS_IN: dict[str, Any] = {
-    "signal": signal, "meet": meet, "agree": agree, "vote": vote, "note": note, "anew": lambda: Number(0), "rounded": rounded,
+    "signal": signal, "meet": meet, "agree": agree, "vote": vote, "note": note, "anew": lambda: Number(0), "alike": lambda x: x,
+    "rounded": rounded,
     "declare_flag": lambda name: None, "lower_flag": lambda name: HERE.program.flags.__setitem__(name, False),
     "flag": lambda name: Number(HERE.program.flags[name]), "barrier": lambda: None, "fence_async_shared": lambda: None,
     "load_tile": load_tile, "store_tile": store_tile, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
-    "recast": lambda tile, shape, layout: Shared(tile.cells.reshape(-1)[: int(np.prod(shape))].reshape(shape), tile.dtype),
+    "recast": lambda tile, dtype, shape, layout: Shared(tile.cells.reshape(-1)[: int(np.prod(shape))].reshape(shape), dtype),
     "tma": mock.Mock(store_wait=lambda pending: None), "range": lambda *args: map(Number, range(*args)),
     "mbarrier": mock.Mock(
         init=lambda bar, count: None, expect=lambda bar, n: bar.expect(n), wait=lambda bar, p: bar.wait(p),
@@ -345,16 +354,20 @@ def _all(patches: list[Any]) -> Iterator[None]:
             one.stop()
 
 
-def run(kernel: Any, grid: int, args: Any, variant: Any) -> None:
-    """Every program of a grid, one after the other."""
+def run(kernel: Any, grid: int, args: Any, variant: Any, together: bool = False) -> None:
+    """Every program of a grid, one after the other, or `together`."""
     Waiting.failed.clear()
     given = [Pointer.to(x) if isinstance(x, torch.Tensor) else described(x) for x in args]
-    for pid in range(grid):
-        HERE.program, HERE.threads, HERE.products = Program(pid, grid), 128, []
+
+    def program(pid: int) -> None:
+        HERE.program, HERE.threads, HERE.products = Program(pid, grid, together), 128, []
         with np.errstate(all="ignore"):
             kernel(*given, variant)
         left = {number: one.here for number, one in HERE.program.named.items() if one.here}
         assert all(count % 128 == 0 for count in left.values()), f"arrivals are left over: {left}"
+
+    with ThreadPoolExecutor(grid if together else 1) as pool:
+        list(pool.map(program, range(grid)))
 
 
 def described(x: Any) -> Any:

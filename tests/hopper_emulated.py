@@ -13,10 +13,12 @@ from tilewise.backends.hopper import backward_pass, forward_pass, refusals
 PACKAGE = "tilewise.backends.hopper"
 
 
-def emulate(kernel: Any, grid: int, args: Any, variant: Any, *rest: Any) -> None:
+def emulate(
+    kernel: Any, grid: int, args: Any, variant: Any, registers: int, kinds: Any = (), tape: Any = None, together: bool = False
+) -> None:
     """A launch of a Gluon kernel."""
     with emulator.emulated(PACKAGE):
-        emulator.run(kernel, grid, args, variant)
+        emulator.run(kernel, grid, args, variant, together=together)
 
 
 def interpret(kernel: Any, grid: int, args: Any, *rest: Any) -> None:

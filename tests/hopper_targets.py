@@ -43,6 +43,8 @@ class Kernels:
     """That are always compiled."""
     seldom: tuple[str, ...] = ()
     """That are compiled on demand."""
+    programs: int = 0
+    """Multiprocessors that are taken to be there, so that programs stay; 0 as there are."""
     most: int = 48
     """Accesses to local memory that an iteration of a loop with products may make."""
 
@@ -57,7 +59,7 @@ _SCORE = {"softcap": 5.0, "alibi": "h", "sink": True}
 
 CASES = {
     "64": Kernels(_case(64)),
-    "128 causal": Kernels(_case(128, mask=Causal())),
+    "128 causal": Kernels(_case(128, mask=Causal()), programs=2),
     "256 causal": Kernels(_case(256, mask=Causal()), passes=("forward",), seldom=("backward",)),
     "128 documents": Kernels(_case(128, mask=Documents(_IDS) & Causal()), passes=(), seldom=("backward",)),
     "192/128": Kernels(_case(192, 128), passes=("forward",)),
@@ -106,6 +108,9 @@ def jobs(made: Kernels, plant: str) -> Iterator[tuple[Any, int, tuple[Any, ...],
     problem = replace(Problem.describe(x, made.case.options), wide=made.wide)
     assert hopper.refusals.reasons_of(problem) == []
     config = hopper.configure(problem)
+    config = replace(config, programs=made.programs or config.programs)
+    if made.programs:
+        setattr(import_module("tilewise.backends.hopper.backward_pass"), "STAY", True)  # noqa: B010  # whatever Triton this is
     if plant == "spill":
         config = replace(config, forward=replace(config.forward, groups=3, apart=False, ahead=1))
     out = hopper.forward(problem, x, config)

@@ -18,7 +18,7 @@ from tilewise.problem import Inputs, Options, Partial, Problem
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from tilewise.backends import hopper, sight
-from tilewise.backends.hopper import backward_ends, backward_pass, backward_walk, looks
+from tilewise.backends.hopper import backward_ends, backward_pass, backward_walk, config, looks, roster
 from tilewise.backends.hopper.backward_variant import BLOCK_N, PART, Variant, Wide, block_m
 from tilewise.backends.hopper.scratch import LAST_BARRIER, SHARED
 from tilewise.tiles import TileShape
@@ -165,6 +165,26 @@ def test_nobody_waits_for_a_later_program(walk: Any, heads: int, blocks: int, sp
         assert up == (turns and (-(-heads // span) - head // span + 1) % 2)  # in turn, and the last one down
 
 
+@pytest.mark.parametrize("n, s, left, right", BANDS)
+def test_lengths_of_blocks_of_keys(walk: Any, n: int, s: int, left: int, right: int) -> None:
+    C, keys = SimpleNamespace(MASK="BAND", M=64, N=BLOCK_N), -(-s // BLOCK_N)
+    visits = [walk.visits_of(key, (0, 0, left, right, 0, 0, keys), n, s, C) for key in range(keys)]
+    found = roster.steps(n, s, (left, right), TileShape(64, BLOCK_N))
+    assert found.tolist() == [hi - lo for lo, hi, _, _ in visits]
+    for heads, span, turns in ((5, 2, 1), (4, 4, 0), (3, 1, 1)):
+        places = [walk.place_of(pid, heads, keys, span, -(-heads // span), turns) for pid in range(heads * keys)]
+        assert roster.in_turn(found, heads, span, turns).tolist() == [found[block] for _, block, _ in places]
+
+
+@pytest.mark.parametrize("programs", (1, 7, 132))
+def test_programs_take_blocks_of_keys_in_order(programs: int) -> None:
+    found = roster.in_turn(np.arange(1, 17), heads=20, span=6, turns=1)
+    table = roster.roster(found, programs, roster.CHANGE_OF_KEYS)
+    mine = [table[1 : 1 + count, program].tolist() for program, count in enumerate(table[0])]
+    assert sorted(one for blocks in mine for one in blocks) == list(range(320))
+    assert all(blocks == sorted(blocks) for blocks in mine)
+
+
 @pytest.mark.parametrize("up", [0, 1])
 def test_rows_pass_in_order_with_all_heads(walk: Any, up: int) -> None:
     visits, passed = (2, 5, 0, 0, up, 6, 2), []
@@ -273,6 +293,29 @@ def test_blocks_are_mended_only_where_a_mask_hides(launched: list[tuple[str, Any
     assert launched[1][1] == Variant(64, 64, "ROWS", PLAIN=False, CAPPED=True)
 
 
+def test_programs_stay_where_blocks_of_keys_are_many_and_short(
+    launched: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "processors", lambda device: 5)
+    monkeypatch.setattr(backward_pass, "STAY", True)
+    for n, mask, stay in (
+        (130, None, False),
+        (130, tw.Causal(), True),
+        (130, tw.Lengths([5, 90]), False),
+        (14000, tw.Causal(), False),
+    ):
+        launched.clear()
+        gradients(problem(mask, n=n, s=n))
+        assert launched[1][1].PERSISTENT is stay, (n, mask)
+    launched.clear()
+    gradients(problem(tw.Window(1, 1), n=130, s=600))
+    assert not launched[1][1].PERSISTENT  # the first keys are seen by nobody
+    launched.clear()
+    monkeypatch.setattr(config, "processors", lambda device: 8)
+    gradients(problem(tw.Causal(), n=130, s=130))
+    assert not launched[1][1].PERSISTENT  # as many blocks as multiprocessors
+
+
 @pytest.fixture
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What triton's backward was asked for, instead of doing it."""
@@ -315,13 +358,18 @@ def test_nothing_to_see_launches_nothing(launched: list[tuple[str, Any]]) -> Non
     assert launched == [] and torch.equal(found.k, torch.zeros(2, 90, 2, 64, dtype=torch.bfloat16))
 
 
-VARIANTS = (Variant(64, 128, "ROWS"), Variant(64, 64, "BAND", PLAIN=False), Variant(128, 64, "NONE"), Wide(256, 64, "ROWS"))
+VARIANTS = (
+    Variant(64, 128, "ROWS"),
+    Variant(64, 64, "BAND", PLAIN=False, PERSISTENT=True),
+    Variant(128, 64, "BAND", PERSISTENT=True),
+    Wide(256, 64, "ROWS"),
+)
 
 
 @pytest.mark.parametrize("C", VARIANTS)
 def test_every_variant_fits(C: Variant) -> None:
     assert C.scratch_bytes <= SHARED
-    taken = [*range(7), *range(C.MET, C.MET + 4), C.LEFT, C.LEFT + 1]  # Triton's first; those of rings, warpgroups, carriers
-    rings = [C.Q, C.DO] if isinstance(C, Wide) else [C.ROWS]
+    taken = [*range(6), *range(C.MET, C.MET + 4), C.LEFT, C.LEFT + 1]  # Triton's first; those of rings, warpgroups, carriers
+    rings = [C.Q, C.DO] if isinstance(C, Wide) else [C.ROWS, C.KEYS]
     taken += [ring.FIRST + stage for ring in rings for stage in range(ring.STAGES)]
     assert len(taken) == len(set(taken)) and max(taken) <= LAST_BARRIER

@@ -23,7 +23,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from hopper_emulated import put_on_the_cpu
 
 from tilewise.backends import hopper
-from tilewise.backends.hopper import backward_pass
+from tilewise.backends.hopper import backward_pass, config
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's own, where infinities are subtracted
 
@@ -90,6 +90,64 @@ def test_gradients_of_large_groups(group: int, monkeypatch: pytest.MonkeyPatch) 
     grouped = replace(CASES[3], d=64, e=64, h=2 * group, g=2)
     assert [result for result in testing.check(grouped, "bfloat16", "hopper") if not result.ok] == []
     assert set(kept) == {0}
+
+
+STAYING = (
+    replace(CASES[3], h=4, g=4, b=2),
+    replace(CASES[4], n=261, h=6, g=3),
+    replace(CASES[3], n=261, h=4, g=2),
+    replace(CASES[4], n=389, s=389, h=3, g=3),
+    case("window", Window(200, 30), n=300, s=300, d=40, e=64, h=3, g=3),
+    case("softcap", Causal(), n=261, softcap=5.0, d=80, e=48, h=4, g=4),
+)
+
+
+@pytest.fixture
+def staying(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Three multiprocessors, and the variants of main kernels that run there."""
+    ran: list[Any] = []
+    launch = backward_pass.launch
+    monkeypatch.setattr(config, "processors", lambda device: 3)
+    monkeypatch.setattr(backward_pass, "STAY", True)
+    monkeypatch.setattr(backward_pass, "launch", lambda kernel, *rest: ran.append(rest[2]) or launch(kernel, *rest))
+    return ran
+
+
+@pytest.mark.parametrize("one", STAYING, ids=lambda one: f"{one.name} {one.d}")
+def test_gradients_by_programs_that_stay(one: Case, staying: list[Any]) -> None:
+    assert [result for result in testing.check(one, "bfloat16", "hopper") if not result.ok] == []
+    assert staying and all(C.PERSISTENT for C in staying)
+
+
+def test_gradients_with_slopes_that_need_none(staying: list[Any]) -> None:
+    import tilewise as tw
+
+    def gradients(backend: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 261, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        o = tw.attention(q, k, v, mask=tw.Causal(), alibi=torch.tensor([[0.5, 0.1], [0.02, 1.0]]), backend=backend)
+        return list(torch.autograd.grad(o.float().square().sum(), [q, k, v]))
+
+    for found, right in zip(gradients("hopper"), gradients("torch"), strict=True):
+        assert (found.float() - right.float()).norm() < 1e-2 * right.float().norm()
+    assert [C.ALIBI and C.PERSISTENT for C in staying] == [True]
+
+
+def test_a_roster_out_of_order_hangs(staying: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program's blocks of keys must come in the order in which they add to dq."""
+    right = backward_pass.roster
+
+    def turned(*given: Any) -> np.ndarray:
+        table = right(*given)
+        for count, column in zip(table[0], table[1:].T, strict=True):
+            column[:count] = column[:count][::-1]
+        return table
+
+    monkeypatch.setattr(config, "processors", lambda device: 1)
+    monkeypatch.setattr(backward_pass, "roster", turned)
+    with mock.patch.object(emulator, "PATIENCE_S", 1.0):
+        results = testing.check(replace(STAYING[2], n=262), "bfloat16", "hopper")
+    assert any("hung at" in result.detail for result in results)
 
 
 def test_gradients_in_half_precision() -> None:

@@ -11,7 +11,12 @@ the copy engine add it to float32 sums in memory: in the order of keys, kept by 
 every run gives the same bits.
 
 Nothing is in flight where a step ends, nor where operands are made of registers: else the assembler would make every product
-wait for the one before."""
+wait for the one before.
+
+Programs may stay, and go from one block of keys to the next in the order of `place_of`: then the least block that is not done
+is always somebody's next, and nobody waits for ever where all programs run at once. Counts of steps and phases go on from block
+to block; the next first rows come while the last step is under way, the next v and k as soon as no product reads the ones
+before, and dk and dv leave like dq, through the same shared memory, while they come."""
 
 # Kernels are in Gluon's language, not Python's:
 # pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
@@ -24,17 +29,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from . import backward_variant as sizes
-from .backward_walk import HALF, beginning, following, rank, shown
+from .backward_carry import dq_room
+from .backward_walk import HALF, beginning, following, shown, task_of
 from .channel import WARP, WARPGROUP, arrived, claim, release, send, send_to, tile
-from .inline import agree, anew, await_count, count_up, lower_flag, meet, note, settle, signal
+from .inline import agree, alike, anew, lower_flag, meet, note, signal
 from .layouts import halves, joined, of_columns, of_operand, of_rows, of_sums, pieces
-from .versions import add_tile, store_tile
+from .visits import own as nth_task
+from .visits import rounds
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 BOTH = gl.constexpr(sizes.READERS)
@@ -47,65 +53,37 @@ CHUNK = gl.constexpr(16)
 
 
 @gluon.jit
-def bring(descriptors, stats, rings, whose, visits, total, C: gl.constexpr):
-    """k and v once, then q, do, lse and delta of each step."""
-    q, k, v, do = descriptors
-    rows, keys, beside = rings
-    b, key_head, block, h = whose
-    claim(keys, 0, C.KEYS)
-    send(keys, k, b, key_head, block * C.N, 0, 0, C.KEYS)
-    send(keys, v, b, key_head, block * C.N, 0, 1, C.KEYS)
-    m, head = beginning(visits)
-    for at in range(total):
-        claim(rows, at, C.ROWS)
-        send(rows, q, b, head, m * C.M, at, 0, C.ROWS)
-        send(rows, do, b, head, m * C.M, at, 1, C.ROWS)
-        for kind in gl.static_range(2):
-            to = beside.index(at % C.ROWS.STAGES * 2 + kind)
-            send_to(rows, stats, [kind, b * h + head, m, 0], at, to, C.ROWS)
-        m, head = following(m, head, visits)
-
-
-# ---- the warps that carry dq away, one for each half of its columns
-
-
-@gluon.jit
-def carry(sums, out, counts, staged, rows, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
-    """A warpgroup's part of dq of every step; then its 64 rows of dk and dv."""
-    b, key_head, block, _ = whose
-    carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE, C)
-    if not C.WIDE:
-        meet(C.LEFT + MINE, WARPGROUP + WARP)
-        place = [b, key_head, block * C.N + MINE * HALF, 0]
-        store_tile(out[0], place, rows[0].index(MINE * 2).slice(0, HALF, 2))
-        store_tile(out[1], place, rows[0].index(MINE * 2 + 1).slice(0, HALF, 2))
-        tma.store_wait(0)
+def bring(descriptors, stats, rings, mask, axes, tasks, C: gl.constexpr):
+    """Of each block of keys: q, do, lse and delta of its first step, v and k, and what the other steps need."""
+    k, v, keys = descriptors[1], descriptors[2], rings[1]
+    at, one = gl.to_tensor(0), nth_task(0, tasks, C)
+    for turn in range(rounds(tasks, C)):
+        coming = nth_task(turn + 1, tasks, C)
+        whose, _, visits, total = task_of(one, mask, axes, C)
+        b, key_head, block, h = whose
+        m, head = beginning(visits)
+        bring_rows(descriptors, stats, rings, b, m, head, h, at, C)
+        claim(keys, turn * 2 + 1, C.KEYS)
+        send(keys, v, b, key_head, block * C.N, turn * 2 + 1, 0, C.KEYS)
+        claim(keys, turn * 2, C.KEYS)
+        send(keys, k, b, key_head, block * C.N, turn * 2, 0, C.KEYS)
+        for later in range(at + 1, at + total):
+            m, head = following(m, head, visits)
+            bring_rows(descriptors, stats, rings, b, m, head, h, later, C)
+        at, one = at + total, coming
 
 
 @gluon.jit
-def carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE: gl.constexpr, C: gl.constexpr):
-    """Add each step's part of dq, in LEAVINGS pieces, to memory once all programs that come before have; the first of them
-    stores. Nobody but those who come next waits for the way there: it is shorter than a step."""
-    room, taken = staged
-    b, _, block, h = whose
-    LEAVINGS: gl.constexpr = C.LEAVINGS
-    m, head = beginning(visits)
-    for _ in range(total):
-        count = counts + ((b * h + head) * blocks + m) * 2 + MINE
-        turn = rank(m, block, mask, visits[4], C)
-        await_count(count, turn)
-        for piece in gl.static_range(LEAVINGS):
-            place = [b * h + head, m, (MINE * LEAVINGS + piece) * C.PIECE, 0]
-            meet(C.LEFT + MINE, WARPGROUP + WARP)
-            if turn == 0:
-                store_tile(sums, place, room.index(MINE))
-            else:
-                add_tile(sums, place, room.index(MINE))
-            tma.store_wait(0)
-            mbarrier.arrive(taken.index(MINE), count=1)
-        settle()
-        count_up(count)
-        m, head = following(m, head, visits)
+def bring_rows(descriptors, stats, rings, b, m, head, h, at, C: gl.constexpr):
+    """What a step needs of its query rows."""
+    q, _, _, do = descriptors
+    rows, _, beside = rings
+    claim(rows, at, C.ROWS)
+    send(rows, q, b, head, m * C.M, at, 0, C.ROWS)
+    send(rows, do, b, head, m * C.M, at, 1, C.ROWS)
+    for kind in gl.static_range(2):
+        to = beside.index(at % C.ROWS.STAGES * 2 + kind)
+        send_to(rows, stats, [kind, b * h + head, m, 0], at, to, C.ROWS)
 
 
 # ---- the warpgroups that multiply
@@ -115,6 +93,17 @@ def carry_dq(sums, counts, staged, whose, mask, visits, total, blocks, MINE: gl.
 def stat(beside, at, kind, C: gl.constexpr):
     """lse or delta − dlse of the query rows of a step, one a column."""
     return beside.index(at % C.ROWS.STAGES * 2 + kind).reshape([C.M]).load(of_columns(C.M))[None, :]
+
+
+@gluon.jit
+def score_of(score, b, C: gl.constexpr):
+    """(unit, cap, slopes, ahead) of a batch entry."""
+    unit, cap, slopes, slope_b, ahead = score
+    if C.ALIBI:
+        found = (unit, cap, slopes + b * slope_b, ahead)
+    else:
+        found = (unit, cap, 0, 0)
+    return found
 
 
 @gluon.jit
@@ -181,18 +170,19 @@ def tell(at, MINE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def leave(dq, staged, at, MINE: gl.constexpr, C: gl.constexpr):
-    """A half of dq into shared memory, once the one before has been taken."""
-    tiles, taken = staged
+    """A piece of dq into shared memory, once what left before has been taken; `at` counts what leaves."""
+    room, taken = staged
     mbarrier.wait(taken.index(MINE), (at & 1) ^ 1)
-    tiles.index(MINE).reshape([C.PIECE, 32]).store(pieces(dq, C.COLUMNS))
+    dq_room(room, MINE, C).reshape([C.PIECE, 32]).store(pieces(dq, C.COLUMNS))
     fence_async_shared()
     signal(C.LEFT + MINE, WARPGROUP + WARP)
 
 
 @gluon.jit
 def own(at):
-    """The place of k among a program's own tiles: 0, for no program has so many steps, but not to the compiler. What products
-    need to find these tiles is better made in each step than kept: registers are few, and ptxas would keep it in memory."""
+    """The place of k, with v after it, among a program's own tiles: 0, for no program has so many steps, but not to the
+    compiler. What products need to find these tiles is better made in each step than kept: registers are few, and ptxas would
+    keep it in memory."""
     return at >> 30
 
 
@@ -243,23 +233,39 @@ def dq_of(rings, exchange, at, MINE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(rings, exchange, staged, out, whose, score, mask, visits, total, n, s, scale, MINE: gl.constexpr, C: gl.constexpr):
-    """dk and dv of 64 keys, and half the columns of every step's dq."""
+def multiply(rings, exchange, staged, out, score, mask, axes, tasks, scale, MINE: gl.constexpr, C: gl.constexpr):
+    """A warpgroup's half of every block of keys."""
+    at, one = gl.to_tensor(0), nth_task(0, tasks, C)
+    for turn in range(rounds(tasks, C)):
+        coming = nth_task(turn + 1, tasks, C)
+        at = multiply_keys(rings, exchange, staged, out, one, score, mask, axes, turn, at, scale, MINE, C)
+        one = coming
+
+
+@gluon.jit
+def multiply_keys(
+    rings, exchange, staged, out, one, score, mask, axes, turn, start, scale, MINE: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """dk and dv of 64 keys, and half the columns of every step's dq. How many steps have gone, of which `start` before."""
     rows, keys, _ = rings
-    _, block = whose
+    n, s = axes[0], axes[1]
+    whose, mask, visits, total = task_of(one, mask, axes, C)
+    start = alike(start)
+    score, block, past = score_of(score, whose[0], C), whose[2], start + total
     D: gl.constexpr = of_operand(C.WIDTH)
     zero = gl.zeros([HALF, C.WIDTH], gl.float32, of_sums(C.WIDTH))
-    arrived(keys, 0, C.KEYS)
-    arrived(rows, 0, C.ROWS)
+    arrived(rows, start, C.ROWS)
+    arrived(keys, turn * 2 + 1, C.KEYS)
+    arrived(keys, turn * 2, C.KEYS)
     m, head = beginning(visits)
-    p, ds = step(rings, 0, m, head, block, score, mask, visits, n, s, MINE, C)
-    put(ds, exchange, 0, MINE, C)
-    tell(0, MINE, C)
-    dv = warpgroup_mma(p, tile(rows, 0, 1, C.ROWS), zero, use_acc=False, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, D), tile(rows, 0, 0, C.ROWS), zero, use_acc=False, is_async=True)
+    p, ds = step(rings, start, m, head, block, score, mask, visits, n, s, MINE, C)
+    put(ds, exchange, start, MINE, C)
+    tell(start, MINE, C)
+    dv = warpgroup_mma(p, tile(rows, start, 1, C.ROWS), zero, use_acc=False, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, D), tile(rows, start, 0, C.ROWS), zero, use_acc=False, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-    release(rows, 0, C.ROWS)
-    for at in range(1, total):
+    release(rows, start, C.ROWS)
+    for at in range(start + 1, past):
         m, head = following(m, head, visits)
         arrived(rows, at, C.ROWS)
         p, ds = step(rings, at, m, head, block, score, mask, visits, n, s, MINE, C)
@@ -272,34 +278,53 @@ def multiply(rings, exchange, staged, out, whose, score, mask, visits, total, n,
         leave(dq, staged, at - 1, MINE, C)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         release(rows, at, C.ROWS)
-    dq = dq_of(rings, exchange, total - 1, MINE, C)
+    if C.PERSISTENT:
+        release(keys, 1, C.KEYS)
+    dq = dq_of(rings, exchange, past - 1, MINE, C)
+    if C.MASK != "NONE":
+        judge(dk, dv, out, whose, s, past, MINE, C)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    leave(dq, staged, total - 1, MINE, C)
-    meet(C.MET + (total & 1) * 2, BOTH)  # what the other warpgroup waited for there is behind it
-    mbarrier.wait(staged[1].index(MINE), (total & 1) ^ 1)
-    finish(dk, dv, scale, rows, out, whose, s, MINE, C)
+    if C.PERSISTENT:
+        release(keys, 0, C.KEYS)
+    leave(dq, staged, past - 1, MINE, C)
+    finish(dk * scale, dv, staged, out, whose, past, s, MINE, C)
+    return past
 
 
 @gluon.jit
-def finish(dk, dv, scale, rows, out, whose, s, MINE: gl.constexpr, C: gl.constexpr):
-    """dk and dv to memory, or to the shared memory that q and do no longer need, from where they are carried away; and a note
-    where they hold what is not finite."""
-    dk_ptr, dv_ptr, notes, d, e, g = out
-    at, block = whose
-    if C.MASK != "NONE":
-        lower_flag(MINE)
-        note(gl.sum(dk - dk, 1) + gl.sum(dv - dv, 1), 0, MINE, 2)
-        leave_note(notes, at, block * 2 + MINE, s, agree(MINE, C.MET + MINE, WARPGROUP))
-    dk *= scale
+def judge(dk, dv, out, whose, s, past, MINE: gl.constexpr, C: gl.constexpr):
+    """A note where dk or dv of a warpgroup's keys hold what is not finite. The named barrier that carries the answer is the
+    next step's: the step that used it before is behind both warpgroups, and the next takes a k that this one makes room for
+    later."""
+    _, _, notes, _, _, g = out
+    b, key_head, block, _ = whose
+    lower_flag(MINE)
+    note(gl.sum(dk - dk, 1) + gl.sum(dv - dv, 1), 0, MINE, 2)
+    bad = agree(MINE, C.MET + (past & 1) * 2 + MINE, WARPGROUP)
+    leave_note(notes, b * g + key_head, block * 2 + MINE, s, bad)
+
+
+@gluon.jit
+def finish(dk, dv, staged, out, whose, past, s, MINE: gl.constexpr, C: gl.constexpr):
+    """dk and dv to memory, or to where they are carried away from, one after the other."""
+    dk_ptr, dv_ptr, _, d, e, g = out
+    b, key_head, block, _ = whose
     if C.WIDE:
-        write(dk_ptr, dk, at // g, at % g, block * C.N + MINE * HALF, 0, s, g, d, C.WIDTH)
-        write(dv_ptr, dv, at // g, at % g, block * C.N + MINE * HALF, 0, s, g, e, C.WIDTH)
+        write(dk_ptr, dk, b, key_head, block * C.N + MINE * HALF, 0, s, g, d, C.WIDTH)
+        write(dv_ptr, dv, b, key_head, block * C.N + MINE * HALF, 0, s, g, e, C.WIDTH)
     else:
-        stage = MINE + anew()
-        tile(rows, stage, 0, C.ROWS).slice(0, HALF, 0).store(dk.to(rows[0].dtype))
-        tile(rows, stage, 1, C.ROWS).slice(0, HALF, 0).store(dv.to(rows[0].dtype))
-        fence_async_shared()
-        signal(C.LEFT + MINE, WARPGROUP + WARP)
+        leave_keys(dk, staged, past, MINE, C)
+        leave_keys(dv, staged, past + 1, MINE, C)
+
+
+@gluon.jit
+def leave_keys(x, staged, at, MINE: gl.constexpr, C: gl.constexpr):
+    """dk or dv into shared memory; as `leave`. Two leave, so that those of the next block count as its steps do."""
+    room, taken = staged
+    mbarrier.wait(taken.index(MINE), (at & 1) ^ 1)
+    room.index(MINE).reshape([C.ROOM, C.WIDTH]).slice(0, HALF, 0).store(x.to(room.dtype))
+    fence_async_shared()
+    signal(C.LEFT + MINE, WARPGROUP + WARP)
 
 
 @gluon.jit
@@ -319,7 +344,7 @@ def write(ptr, x, b, key_head, row, first, s, g, columns, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def clear(out, whose, at, s, C: gl.constexpr):
+def clear(out, whose, s, C: gl.constexpr):
     """dk and dv of keys that no row sees."""
     dk_ptr, dv_ptr, notes, d, e, g = out
     b, key_head, block, _ = whose
@@ -329,4 +354,4 @@ def clear(out, whose, at, s, C: gl.constexpr):
         write(dk_ptr, zero, b, key_head, block * C.N + half * HALF, 0, s, g, d, C.WIDTH)
         write(dv_ptr, zero, b, key_head, block * C.N + half * HALF, 0, s, g, e, C.WIDTH)
         if C.MASK != "NONE":
-            leave_note(notes, at, block * HALVES + half, s, 0)
+            leave_note(notes, b * g + key_head, block * HALVES + half, s, 0)

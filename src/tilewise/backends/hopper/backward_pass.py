@@ -7,6 +7,7 @@ hidden pairs hold has leaked."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ from .backward_variant import PART, REGISTERS, Variant, Wide, block_m
 from .config import Config, padded
 from .forward_pass import LEAST, score_of
 from .launch import launch, launch_plain, tiles
-from .looks import looked_at, visits_of_keys
+from .looks import looked_at, settled, visits_of_keys
+from .roster import CHANGE_OF_KEYS, in_turn, roster, steps
+from .versions import VERSION
 
 NARROW = 128
 """Columns of q, k or v whose gradients fit in the registers of one warpgroup."""
@@ -38,6 +41,12 @@ ROOM = 32 * 2**20
 
 WAVE = 128
 """Programs that run together, about."""
+
+STAY = VERSION < (3, 7)
+"""Whether programs may stay: a later Triton than what this was measured with keeps a stage where it costs a step more."""
+
+SHORT = 64
+"""Steps of a block of keys, on average, up to which programs stay: what a change of programs takes is little beside more."""
 
 
 class Stage(NamedTuple):
@@ -131,15 +140,35 @@ def dk_dv(at: Stage, C: Variant, stats: Tensor, sums: Tensor, counts: Tensor) ->
     lines = stats.view(2, p.b * p.h, -1, C.M).transpose(1, 2)
     keys, heads, many = blocks(p.s, C.N), p.b * p.g, span(p, C)
     leave = (None, None) if p.wide else (tiles(dk, PART, C.LEAVES), tiles(dv, PART, C.LEAVES))
+    C, mine = staying(at, C)
     args = (
         tiles(x.q, C.M, C.WIDTH), tiles(x.k, C.N, C.WIDTH), tiles(x.v, C.N, C.WIDTH), tiles(at.do, C.M, C.WIDTH),
         tiles(lines, 1, C.M).moved(stats), tiles(sums.transpose(1, 2), C.PIECE, 32).moved(sums), *leave,
-        dk, dv, counts, notes, *mask(at, C), *score(at), p.n, p.s, p.h, p.g, p.d, p.e, heads, keys, many, blocks(heads, many),
-        turns(p, C),
+        dk, dv, counts, notes, *mask(at, C), *score(at), p.n, p.s, p.h, p.g, p.group, p.d, p.e, heads, keys, many,
+        blocks(heads, many), turns(p, C), heads * keys, mine,
     )  # fmt: skip
     kinds = (x.q.dtype, None if x.alibi is None else x.alibi.dtype)
-    launch(backward_kernel, heads * keys, args, C, REGISTERS, kinds, tape)
+    programs = at.config.programs if C.PERSISTENT else heads * keys
+    launch(backward_kernel, programs, args, C, REGISTERS, kinds, tape, C.PERSISTENT)
     return dk, dv, notes
+
+
+def staying(at: Stage, C: Variant) -> tuple[Variant, Tensor | None]:
+    """The variant whose programs stay, and the roster that it needs, where blocks of keys differ in length, are so short that
+    it pays, and are all seen by somebody; else the given one. (Those that are alike follow each other best by themselves.)"""
+    p, programs = at.problem, at.config.programs
+    keys, heads = blocks(p.s, C.N), p.b * p.g
+    if not STAY or C.WIDTH > NARROW or C.WIDE or C.MASK != "BAND" or heads * keys <= programs:
+        return C, None
+    found = steps(p.n, p.s, (at.sight.left, at.sight.right), TileShape(C.M, C.N))
+    if found.min() == 0 or found.mean() * p.group > SHORT:
+        return C, None
+    order = in_turn(found * p.group, heads, span(p, C), turns(p, C))
+    mine = settled("roster of keys", at.config, at.do, lambda: roster(order, programs, CHANGE_OF_KEYS))
+    if mine is None:
+        at.tape.whole = False
+    at.tape.hold(mine)
+    return replace(C, PERSISTENT=mine is not None), mine
 
 
 def finished(at: Stage, C: Variant, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:

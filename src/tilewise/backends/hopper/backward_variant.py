@@ -18,7 +18,7 @@ READERS = 256
 REGISTERS = 168
 """Of every thread when a program starts, before warpgroups trade them."""
 
-FIRST_BARRIER = 7
+FIRST_BARRIER = 6
 """The first named barrier that five partitions leave free; see `channel`."""
 
 
@@ -46,6 +46,13 @@ class Variant:
     WIDE: bool = False
     """dk and dv leave in float32."""
     STAGES: int = 2
+    PERSISTENT: bool = False
+    """One program a multiprocessor, which goes from one block of keys to the next."""
+
+    @property
+    def LISTED(self) -> bool:
+        """Programs that stay are told which blocks of keys are theirs."""
+        return self.PERSISTENT
 
     @property
     def N(self) -> int:
@@ -69,8 +76,8 @@ class Variant:
 
     @property
     def KEYS(self) -> Ring:
-        """k and v of a program, which come once."""
-        return Ring(BLOCK_N, self.WIDTH, READERS, 0, 1, 2)
+        """k and v of a block of keys, in a stage each."""
+        return Ring(BLOCK_N, self.WIDTH, READERS, self.LEFT + 2, 2)
 
     @property
     def MET(self) -> int:
@@ -79,7 +86,7 @@ class Variant:
 
     @property
     def LEFT(self) -> int:
-        """The first of two named barriers: a warpgroup's part of dq lies ready to be carried away."""
+        """The first of two named barriers: a warpgroup's part of dq, or its dk or dv, lies ready to be carried away."""
         return self.MET + 4
 
     @property
@@ -103,6 +110,11 @@ class Variant:
         return PART * self.COLUMNS // 32
 
     @property
+    def ROOM(self) -> int:
+        """Rows of WIDTH that a piece's shared memory holds, in the dtype of q."""
+        return self.PIECE * 32 * 2 // self.WIDTH
+
+    @property
     def products(self) -> int:
         """Instructions of the tensor cores: of two warpgroups, once for the first or last step and once for those in
         between."""
@@ -116,7 +128,7 @@ class Variant:
 
     def __repr__(self) -> str:
         """Part of the names of compiled functions, which hold letters only."""
-        words = [name for name in ("PLAIN", "ALIBI", "CAPPED", "WIDE") if getattr(self, name)]
+        words = [name for name in ("PLAIN", "ALIBI", "CAPPED", "WIDE", "PERSISTENT") if getattr(self, name)]
         return "_".join([f"{self.MASK}{self.WIDTH}", f"M{self.M}", *words, f"S{self.STAGES}"])
 
 

@@ -13,6 +13,8 @@ so sections of large groups all go down.
 
     mask    (first, past, left, right, visits, seen, keys)     rows r see keys [first[r], past[r]), or [r + left, r + right);
                                                                `keys` blocks of keys
+    whose   (b, key_head, block, h)                            the batch entry, key head and block of keys of a task
+    axes    (n, s, h, g, group, heads, span, sections, turns)  sizes of the problem, and those of `place_of`
     visits  (lo, hi, full_lo, full_hi, up, head, group)        blocks [lo, hi), of which [full_lo, full_hi) hide nothing, of
                                                                heads from `head` on"""
 
@@ -45,6 +47,22 @@ def place_of(pid, heads, blocks, span, sections, turns):
     width = gl.minimum(span, heads - section * span)
     block = rest // width
     return section * span + rest % width, gl.where(up == 1, blocks - 1 - block, block), up
+
+
+@gluon.jit
+def task_of(one, masks, axes, C: gl.constexpr):
+    """Whose keys a task has, their mask, the visits to them, and how many steps they are. `masks`: (first, past, row_b, left,
+    right, visits, visits_b, seen, seen_b, keys), what is looked up with the steps between batch entries."""
+    n, s, h, g, group, heads, span, sections, turns = axes
+    first, past, row_b, left, right, looked_up, visits_b, seen, seen_b, keys = masks
+    at, block, up = place_of(one, heads, keys, span, sections, turns)
+    b, key_head = at // g, at % g
+    if C.MASK == "ROWS":
+        mask = (first + b * row_b, past + b * row_b, 0, 0, looked_up + b * visits_b, seen + b * seen_b, keys)
+    else:
+        mask = (0, 0, left, right, 0, 0, keys)
+    lo, hi, full_lo, full_hi = visits_of(block, mask, n, s, C)
+    return (b, key_head, block, h), mask, (lo, hi, full_lo, full_hi, up, key_head * group, group), (hi - lo) * group
 
 
 @gluon.jit

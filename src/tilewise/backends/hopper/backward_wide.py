@@ -23,11 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_kernel import BOTH, PART, carry_dq, logits, write
+from .backward_carry import carry_dq
+from .backward_kernel import BOTH, PART, leave, logits, write
 from .backward_walk import HALF, beginning, following, shown
 from .channel import WARP, WARPGROUP, arrived, claim, release, send, send_to, tile
 from .inline import agree, anew, lower_flag, meet, note, signal
-from .layouts import in_memory, of_columns, of_operand, of_sums, pieces
+from .layouts import in_memory, of_columns, of_operand, of_sums
 from .versions import recast, store_tile
 
 OWN = gl.constexpr(128)
@@ -71,17 +72,7 @@ def carry(sums, out, counts, staged, q, whose, mask, visits, total, blocks, MINE
 def halved(q, MINE: gl.constexpr, kind, C: gl.constexpr):
     """Where half the columns of dk or dv are left: shared memory that q no longer needs."""
     SHAPE: gl.constexpr = [4, 1, 1, PART, OWN]
-    return recast(q[0], SHAPE, in_memory(PART, OWN, q[0].dtype)).index(MINE * 2 + kind)
-
-
-@gluon.jit
-def leave(dq, staged, count, MINE: gl.constexpr, C: gl.constexpr):
-    """A piece of dq into shared memory, once the one before has been taken."""
-    room, taken = staged
-    mbarrier.wait(taken.index(MINE), (count & 1) ^ 1)
-    room.index(MINE).reshape([C.PIECE, 32]).store(pieces(dq, C.COLUMNS))
-    fence_async_shared()
-    signal(C.LEFT + MINE, WARPGROUP + WARP)
+    return recast(q[0], q[0].dtype, SHAPE, in_memory(PART, OWN, q[0].dtype)).index(MINE * 2 + kind)
 
 
 @gluon.jit

@@ -79,9 +79,9 @@ def _note(name, count, exponent):
 
 
 @gluon.constexpr_function
-def _agree(name, barrier, threads):
+def _agree(name, threads):
     read = f"setp.ne.u32 p, flag_{name}, 0;" if name is not None else "setp.ne.u32 p, 0, 0;"
-    return f"{{\n.reg .pred p, q;\n{read}\nbar.red.or.pred q, {barrier}, {threads}, p;\nselp.b32 $0, 1, 0, q;\n}}"
+    return f"{{\n.reg .pred p, q;\n{read}\nbar.red.or.pred q, $1, {threads}, p;\nselp.b32 $0, 1, 0, q;\n}}"
 
 
 @gluon.constexpr_function
@@ -122,10 +122,10 @@ def note(x, EXPONENT: gl.constexpr, NAME: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def agree(NAME: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def agree(NAME: gl.constexpr, barrier, THREADS: gl.constexpr):
     """Whether the flag of any of THREADS threads is up, once all of them have come here; NAME None: of a partition that has
     none. A named barrier carries the answer without shared memory."""
-    return gl.inline_asm_elementwise(_agree(NAME, BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(_agree(NAME, THREADS), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 # ---- counters in memory, by which programs keep an order. Only one warp waits or counts, and Gluon's atomics are for whole
@@ -177,6 +177,15 @@ def anew():
     """0, which the compiler cannot know: what is made of it is made where it is written, and not kept in registers from before
     a loop on."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_ALIKE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
+
+
+@gluon.jit
+def alike(x):
+    """x, which all lanes of a warp agree on. That tells the assembler, too: what is made of it may be kept once a warp."""
+    return gl.inline_asm_elementwise(_ALIKE, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

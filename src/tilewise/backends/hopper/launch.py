@@ -39,12 +39,14 @@ def tiles(x: Tensor, rows: int, columns: int) -> Tiles:
 
 def launch(
     kernel: Any, grid: int, args: Sequence[Any], variant: Any, registers: int, kinds: Sequence[Any] = (),
-    tape: Tape | None = None,
+    tape: Tape | None = None, together: bool = False,
 ) -> None:  # fmt: skip
     """Run `grid` programs of a kernel whose threads have so many registers at first. What is compiled depends on the variant
-    and on `kinds`: of each argument that callers may give or not, or in several dtypes, its dtype or None."""
+    and on `kinds`: of each argument that callers may give or not, or in several dtypes, its dtype or None. `together`, which
+    depends on the variant, too: none starts before there is room for all, so that they may wait for each other beside whatever
+    else runs."""
     device = torch.cuda.current_device()
-    options = {"num_warps": 4, "maxnreg": registers, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "maxnreg": registers, "enable_fp_fusion": True, "launch_cooperative_grid": together}
     start(kernel, grid, (*args, Known(variant)), options, (kernel.fn, device, variant, *kinds), device, tape)
 
 

@@ -3,6 +3,9 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,15 +36,23 @@ _in_graphs: dict[int, Tensor] = {}
 
 
 def roster_of(problem: Problem, sight: Sight, config: Config, programs: int, like: Tensor) -> Tensor | None:
-    """Which blocks of query rows each program does under a band; see `roster`. None while a graph is being captured, which can
-    hold no copy from the host, and no call before has asked; else the graph's for good."""
-    known, captured = config.known.get("roster"), like.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Which blocks of query rows each program of forward does under a band; see `roster` and `settled`."""
+
+    def table() -> np.ndarray:
+        found = lengths(problem.n, problem.s, (sight.left, sight.right), config.forward)
+        return roster(in_order(found, problem.b * problem.h, config.span), programs)
+
+    return settled("roster", config, like, table)
+
+
+def settled(name: str, config: Config, like: Tensor, table: Callable[[], np.ndarray]) -> Tensor | None:
+    """A roster that a plan keeps, where `like` is. None while a graph is being captured, which can hold no copy from the host,
+    and no call before has asked; else the graph's for good."""
+    known, captured = config.known.get(name), like.is_cuda and torch.cuda.is_current_stream_capturing()
     if captured and known is not None:
         _in_graphs[id(known)] = known
     elif known is None and not captured:
-        found = lengths(problem.n, problem.s, (sight.left, sight.right), config.forward)
-        table = roster(in_order(found, problem.b * problem.h, config.span), programs)
-        known = config.known["roster"] = torch.from_numpy(table).to(like.device)
+        known = config.known[name] = torch.from_numpy(table()).to(like.device)
     return known
 
 

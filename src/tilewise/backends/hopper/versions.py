@@ -34,7 +34,7 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @builtin
-def recast(tile, shape, layout, _semantic=None):
-    """The same shared memory as a tile of another shape. Gluon's method for it has two names."""
+def recast(tile, dtype, shape, layout, _semantic=None):
+    """The same shared memory as a tile of another dtype and shape. Gluon's method for it has two names."""
     shape = [_unwrap_if_constexpr(size) for size in shape]
-    return _semantic.memdesc_reinterpret(tile, tile.dtype, shape, _unwrap_if_constexpr(layout))
+    return _semantic.memdesc_reinterpret(tile, _unwrap_if_constexpr(dtype), shape, _unwrap_if_constexpr(layout))

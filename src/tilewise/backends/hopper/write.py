@@ -62,7 +62,7 @@ def write(o, lse, b, head, row, out, room, axes, C: gl.constexpr):
         at = ((b.to(gl.int64) * n + i) * h + head) * C.COLUMNS
         gl.store(o_ptr + at[:, None] + e[None, :], o, mask=(i < n)[:, None] & (e < C.COLUMNS)[None, :])
     else:
-        room = recast(room, [1, 1, ROWS, C.E], in_memory(ROWS, C.E, room.dtype))
+        room = recast(room, room.dtype, [1, 1, ROWS, C.E], in_memory(ROWS, C.E, room.dtype))
         if C.APART:
             tma.store_wait(0)
             barrier()
