@@ -95,7 +95,11 @@ def guesses() -> Found:
     group = dist.new_group(ranks)
     with made_up():
         meet._open[group, cpu] = transport = DeviceTransport(group, cpu, dist.new_group(ranks))
-        return _guesses(transport, group)
+        found = _guesses(transport, group)
+        dist.destroy_process_group(group)
+        meet.open_transport(dist.group.WORLD, cpu)
+        gone = transport._hosts.group not in dist.distributed_c10d._world.pg_map
+        return {**found, "hosts part when their devices do": (float(not gone), 0)}
 
 
 def _guesses(transport: Any, group: Any) -> Found:

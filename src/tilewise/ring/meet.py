@@ -19,7 +19,7 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
     if group is None or group.size() == 1:
         return _alone
     for key in [key for key in _open if key[0] not in distributed_c10d._world.pg_map]:
-        del _open[key]
+        _open.pop(key).close()
     if (group, device) not in _open:
         kind = device.type, backend_of(group, device)
         if kind == ("cpu", "gloo"):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from .._errors import PeerLost
 from .news import first_line
@@ -94,6 +95,11 @@ class DeviceTransport(GroupTransport):
         with self._failing:  # what has been aborted counts as done before the loss is known
             self._check()
         self.news.arrived()
+
+    def close(self) -> None:
+        """The hosts' group goes with that of the devices it was made for; where it is the same, it is gone."""
+        if self._hosts.group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self._hosts.group)
 
     def offer(self, x: Tensor, deadline_s: float) -> Callable[[], list[Tensor]]:
         """Between the hosts: whatever a device still has to do, it would have to do first."""

@@ -122,6 +122,9 @@ class GroupTransport:
         if self.lost is None:
             self._fail(PeerLost(self.rank, self.step, f"it raised {first_line(error)}"))
 
+    def close(self) -> None:
+        """Let go of what was made for the group, which is no more."""
+
     def _behind(self, after: Any) -> AbstractContextManager[Any]:
         """Where what is started waits for `after` and nothing else."""
         return nullcontext()
