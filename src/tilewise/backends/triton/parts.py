@@ -78,17 +78,22 @@ kernel = triton.jit(
 """What makes a kernel of a function: no number is specialised on, so that a new shape needs no new compilation."""
 
 
+@triton.jit
+def lines_of(n, h, LINES: tl.constexpr):
+    """A program's batch entry, and rows and heads of its LINES lines of it, some of which may be past the end."""
+    parts = tl.cdiv(n * h, LINES)
+    line = (tl.program_id(0) % parts).to(tl.int64) * LINES + tl.arange(0, LINES)
+    return (tl.program_id(0) // parts).to(tl.int64), line // h, line % h, line < n * h
+
+
 @kernel
 def merge_kernel(
     o_ptr, lse_ptr, p_ptr, plse_ptr, o_b, o_n, o_h, p_b, p_n, p_h, lse_b, lse_h, lse_n, plse_b, plse_h, plse_n,
     n, h, E: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """LINES rows of all heads of one batch entry, one after the other; strides of o and of the part in units of STEP."""
-    parts = tl.cdiv(n * h, LINES)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    line = (tl.program_id(0) % parts).to(tl.int64) * LINES + tl.arange(0, LINES)
-    row, head, column = line // h, line % h, tl.arange(0, WIDTH)
-    inside = line < n * h
+    b, row, head, inside = lines_of(n, h, LINES)
+    column = tl.arange(0, WIDTH)
     lse_at = lse_ptr + b * lse_b + head * lse_h + row * lse_n
     mine = tl.load(lse_at, mask=inside, other=-float("inf"))
     other = tl.load(plse_ptr + b * plse_b + head * plse_h + row * plse_n, mask=inside, other=-float("inf"))
@@ -113,11 +118,8 @@ def total_kernel(
     n, h, E: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """LINES rows of all heads of one batch entry, as `merge_kernel`."""
-    parts = tl.cdiv(n * h, LINES)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    line = (tl.program_id(0) % parts).to(tl.int64) * LINES + tl.arange(0, LINES)
-    row, head, column = line // h, line % h, tl.arange(0, WIDTH)
-    inside = line < n * h
+    b, row, head, inside = lines_of(n, h, LINES)
+    column = tl.arange(0, WIDTH)
     held = inside[:, None] & (column < E)
     o = tl.load(o_ptr + ((b * o_b + row * o_n + head * o_h) * STEP)[:, None] + column, mask=held, other=0.0)
     do = tl.load(do_ptr + ((b * do_b + row * do_n + head * do_h) * STEP)[:, None] + column, mask=held, other=0.0)
