@@ -6,14 +6,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from tilewise.ring import meet
 from tilewise.ring.nccl import DeviceTransport, Watched
 from tilewise.ring.news import News
-from tilewise.ring.transport import Alone, Handle, Held, begun, run_steps
+from tilewise.ring.transport import Alone, Handle, Held, _Job, _Waiter, begun, run_steps
 
 
 class Recorder(Alone):
@@ -131,3 +133,36 @@ def test_messages_count_from_when_a_device_comes_to_them():
     assert transport._look() is None and watched.begun == 0
     watched.handle.ready.come = True
     assert transport._look() is None and watched.begun > 0
+
+
+def test_every_device_has_its_own_settings_without_a_group():
+    one, other = (meet.open_transport(None, torch.device(name)) for name in ("cpu", "meta"))
+    assert one is not other and one is meet.open_transport(None, torch.device("cpu"))
+    assert isinstance(one, Alone) and one.agreed is not other.agreed
+
+
+def test_what_goes_the_other_way_for_the_first_time_is_watched():
+    """Sending to a rank and receiving from it are connected one by one."""
+    transport: Any = object.__new__(DeviceTransport)
+    transport.lost, transport.calls, transport.deadline_s, transport.device = None, 0, 1.0, "cpu"
+    transport._talked, transport._starting, transport._wake = set(), None, threading.Condition()
+    transport.mark, transport._behind = lambda: None, lambda after: nullcontext()
+    watched: list[bool] = []
+    transport._start = lambda sends, recvs, tag: watched.append(transport._starting is not None) or []
+    x = torch.zeros(1)
+    for sends, recvs in (([1], [2]), ([1], [2]), ([2], [1]), ([1, 2], [1, 2])):
+        transport.post(0, [(peer, x) for peer in sends], [(peer, x) for peer in recvs])
+    assert watched == [True, False, True, False]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no way there"), ValueError("no such rank")])
+def test_a_thread_that_cannot_start_a_message_says_so_and_goes_on(error: Exception):
+    waiter = _Waiter()
+
+    def fails() -> Any:
+        raise error
+
+    first = waiter.submit(_Job(0, fails, 1.0, 3))
+    assert first.done.wait(5) and first.error is error and waiter.peer == 3
+    second = waiter.submit(_Job(1, list, 1.0, 2))
+    assert second.done.wait(5) and second.error is None

@@ -14,6 +14,7 @@ from tilewise._errors import PeerLost
 from tilewise.dropout import Dropout
 from tilewise.mask import Causal, Full, Mask
 from tilewise.problem import Options, Partial
+from tilewise.ring import kernel as kernel_module
 from tilewise.ring import local, owners
 from tilewise.ring.execute import Memory, forward_given, run
 from tilewise.ring.kernel import Kernel
@@ -224,3 +225,24 @@ def test_a_partial_result_that_is_merged_at_once_needs_no_memory(monkeypatch):
     monkeypatch.setattr(Memory, "planes", lambda memory, name: looked_for.append(name) or right(memory, name))
     question.answer(plans)
     assert "acc" in looked_for and "dq" in looked_for and "part" not in looked_for
+
+
+@pytest.mark.parametrize("method", [Method(), Method("direct"), Method("ring", heads=2)], ids=str)
+def test_a_kernel_that_merges_on_the_way_gives_the_same(method, monkeypatch):
+    """As a backend does that makes a new part of an old one and a block, in its final dtype where nothing follows."""
+    wide: list[bool] = []
+
+    def onto(plan, x, before):
+        part = kernel_module.launch(plan, x)
+        both = kernel_module.merge(before, part._replace(o=part.o.to(before.o.dtype)))
+        wide.append(plan.problem.wide)
+        for x_before in before:
+            x_before.fill_(torch.nan)  # nobody looks at it again
+        return both if plan.problem.wide else both._replace(o=both.o.to(x.q.dtype))
+
+    monkeypatch.setattr(kernel_module, "launch_onto", onto)
+    question = Question.ask(LENGTH, LENGTH, Options(Causal()), dtype=torch.bfloat16)
+    made = owners.zigzag(LENGTH, 4)
+    errors = question.errors(question.answer(question.plans(made, made, method), question.kernel()))
+    assert max(errors.values()) < 2 * torch.finfo(torch.bfloat16).eps, errors
+    assert wide.count(True) and (wide.count(False) or method.heads > 1)

@@ -3,14 +3,26 @@ definition."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..mask import Causal, Window
 from ..problem import Inputs, Options, Partial, Problem
 
 OPTIONS = Options(Causal() & Window(left=211))
+
+
+@contextmanager
+def unseen_by_others() -> Iterator[None]:
+    """Tensors as such, whatever mode or transform the caller is in."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch.no_grad():
+        yield
 
 
 def small(dtype: str, n: int, columns: tuple[int, int] = (37, 21)) -> tuple[Inputs[Tensor], Tensor]:

@@ -170,6 +170,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         o, lse, *tensors = ctx.saved_tensors
+        do, dlse = do.resolve_neg(), dlse.resolve_neg()
         x = Shards(*tensors)
         dq, dk, dv, total = ctx.call.backward(x, Partial(o, lse), Partial(do, dlse))
         dsink = None

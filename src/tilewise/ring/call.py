@@ -154,7 +154,8 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
     transport.begin(deadline_s)
     said = transport.offer(propose(terms, error), deadline_s)
     mine = None if error else _summary(terms)
-    drawn = asked.dropout > 0 and asked.seed is None if error is None else False
+    drops = error is None and asked.dropout > 0
+    drawn = drops and asked.seed is None
 
     def made(setting: Setting, draw: int, confirm: Callable[[], Call] | None = None) -> Call:
         drop = Dropout(asked.dropout, draw if asked.seed is None else asked.seed) if asked.dropout > 0 else None
@@ -170,7 +171,8 @@ def settle(prepare: Callable[[], tuple[Shards, Asked]], transport: Transport, de
             setting = _setting(x, asked, (counts, terms), (transport, partial(transport.gather, deadline_s=deadline_s)))
             draw = theirs[0][OWN + "draw"]
         if not drawn and not _asks_functions(asked.mask):
-            _keep(transport.agreed, every, (setting, draw))
+            if not drops:  # or every seed would be kept
+                _keep(transport.agreed, every, (setting, draw))
             if transport.ahead:
                 _keep(transport.guesses, mine, setting)
         return made(setting, draw)

@@ -10,14 +10,14 @@ from .._errors import DtypeError
 from .nccl import DeviceTransport
 from .transport import Alone, GroupTransport, HostTransport, Transport
 
-_alone = Alone()
+_alone: dict[torch.device, Alone] = {}
 _open: dict[tuple[dist.ProcessGroup, torch.device], GroupTransport] = {}
 
 
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """The transport of a group for tensors of a device. It lives as long as the group."""
     if group is None or group.size() == 1:
-        return _alone
+        return _alone.setdefault(device, Alone())
     for key in [key for key in _open if key[0] not in distributed_c10d._world.pg_map]:
         _open.pop(key).close()
     if (group, device) not in _open:

@@ -47,19 +47,20 @@ class DeviceTransport(GroupTransport):
         self._hosts.news = self.news
         self._beside = torch.cuda.Stream(device)
         self._met = False
-        self._talked: set[int] = set()
+        self._talked: set[tuple[int, str]] = set()
         self._starting: Watched | None = None
         self._under_way: list[Watched] = []
         self._wake, self._failing = threading.Condition(), threading.Lock()
         threading.Thread(target=self._watch, name="tilewise-ring-watch", daemon=True).start()
 
     def post(self, step: int, sends: Sequence[Message], recvs: Sequence[Message], after: Any = None) -> Handle:
-        peers = {peer for peer, _ in (*sends, *recvs)}
-        if peers <= self._talked:
+        ways = {(peer, "to") for peer, _ in sends} | {(peer, "from") for peer, _ in recvs}
+        new = ways - self._talked
+        if not new:
             return super().post(step, sends, recvs, after)
-        with self._watched(step, min(peers - self._talked)):
+        with self._watched(step, min(new)[0]):
             handle = super().post(step, sends, recvs, after)
-        self._talked |= peers
+        self._talked |= ways
         return handle
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[tuple[int, Any]]:
@@ -70,7 +71,7 @@ class DeviceTransport(GroupTransport):
                 self.group.send([x], peer, tag)
             for peer, x in recvs:
                 self.group.recv([x], peer, tag)
-        except RuntimeError:
+        except BaseException:
             with suppress(RuntimeError):
                 self.group._end_coalescing(self.device)
             raise

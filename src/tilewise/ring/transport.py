@@ -155,7 +155,9 @@ class HostTransport(GroupTransport):
     def wait(self, handle: Handle, deadline_s: float) -> None:
         self._check()
         if handle.works:
-            self._finish(self._thread.submit(_Job(handle.step, lambda: handle.works, deadline_s + 60)), deadline_s)
+            self._finish(
+                self._thread.submit(_Job(handle.step, lambda: handle.works, deadline_s + 60, handle.works[0][0])), deadline_s
+            )
 
     def offer(self, x: Tensor, deadline_s: float) -> Callable[[], list[Tensor]]:
         self._check()
@@ -163,7 +165,8 @@ class HostTransport(GroupTransport):
         found = [x if r == self.rank else torch.empty_like(x) for r in range(self.world)]
         others = [r for r in range(self.world) if r != self.rank]
         start = partial(self._start, [(r, x) for r in others], [(r, found[r]) for r in others], tag)
-        return partial(self._told, self._thread.submit(_Job(AGREEING, start, deadline_s + 60)), found, deadline_s)
+        job = self._thread.submit(_Job(AGREEING, start, deadline_s + 60, others[0]))
+        return partial(self._told, job, found, deadline_s)
 
     def _told(self, job: _Job, found: list[Tensor], deadline_s: float) -> list[Tensor]:
         self._finish(job, deadline_s)
@@ -187,12 +190,12 @@ class HostTransport(GroupTransport):
 
 
 class _Job:
-    """Messages of a step that a thread starts, or that are under way, and waits for; and the error that ended this, if one
-    did."""
+    """Messages of a step that a thread starts, or that are under way, and waits for; whom they are about before any has
+    started; and the error that ended this, if one did."""
 
-    def __init__(self, step: int, start: Callable[[], list[tuple[int, Any]]], limit_s: float) -> None:
-        self.step, self.start, self.limit = step, start, timedelta(seconds=limit_s)
-        self.error: RuntimeError | None = None
+    def __init__(self, step: int, start: Callable[[], list[tuple[int, Any]]], limit_s: float, peer: int) -> None:
+        self.step, self.start, self.limit, self.peer = step, start, timedelta(seconds=limit_s), peer
+        self.error: Exception | None = None
         self.done = threading.Event()
 
 
@@ -211,10 +214,11 @@ class _Waiter:
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
+            self.peer = job.peer
             try:
                 for self.peer, work in job.start():
                     work.wait(job.limit)
-            except RuntimeError as error:
+            except Exception as error:
                 job.error = error
             job.done.set()
 

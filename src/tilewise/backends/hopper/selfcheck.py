@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...problem import Inputs, Partial, Problem
 from ..cache import folder, put
 from ..made import on_device
-from ..trial import OPTIONS, small, wrong
+from ..trial import OPTIONS, small, unseen_by_others, wrong
 from .backward_pass import backward
 from .config import configure
 from .forward_pass import forward
@@ -27,19 +26,26 @@ ROWS, COLUMNS = 253, (64, 40)
 
 def broken(device: str) -> str:
     """Why the kernels cannot be used on a GPU; empty where they can, and while a graph is being captured, in which nothing runs
-    but what belongs to it."""
-    return "" if torch.cuda.is_current_stream_capturing() else _broken(device)
+    but what belongs to it. A GPU without memory left says nothing of its kernels: the next call looks again."""
+    if torch.cuda.is_current_stream_capturing():
+        return ""
+    try:
+        return _broken(device)
+    except torch.OutOfMemoryError as error:
+        return f"its kernels could not be tried on {device}: {error}"
 
 
 @lru_cache
 def _broken(device: str) -> str:
     note = f"hopper-{digest(device)}"
     with suppress(OSError, RuntimeError):
-        if (folder() / note).read_text() == note:
+        if (folder() / note).read_bytes() == note.encode():
             return ""
     try:
-        with _disable_current_modes(), torch.no_grad(), torch.autocast("cuda", enabled=False):
+        with unseen_by_others(), torch.autocast("cuda", enabled=False):
             found = differences(device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a strange driver or compiler does
         return f"its kernels failed on {device}: {type(error).__name__}: {error}"
     if found:
@@ -66,7 +72,7 @@ def run(x: Inputs[Tensor], do: Tensor) -> tuple[Partial, Inputs[Tensor]]:
 
 
 def digest(device: str) -> str:
-    """Of what the result depends on: the GPU, its driver and compilers, and the kernels' source."""
+    """Of what the result depends on: the model of the GPU, the compilers, and the kernels' source."""
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     gpu = torch.cuda.get_device_properties(device)
     about = gpu.name, gpu.multi_processor_count, torch.__version__, torch.version.cuda, triton.__version__
